@@ -1,0 +1,1 @@
+"""Batch size as a scheduled variable: from signals to an exact gradient."""

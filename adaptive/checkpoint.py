@@ -1,0 +1,192 @@
+"""RunState, weights and optimizer <-> a folder that is whole or does not count.
+
+    OUTPUT_DIR/checkpoints/step_{k}/
+        manifest.json    the run's state (state.py), files and their sizes, processes, data fingerprint, W&B run
+        ...              what the engine keeps: weights, optimizer, loss scaler
+
+All processes write into a folder of another name; they agree that nothing failed; rank 0 writes the manifest, flushes,
+renames once, and only then removes older ones. There is no pointer file: the newest folder whose manifest fits counts.
+Any number of processes may open it: positions are absolute, and draws are functions of (seed, rank, step).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from adaptive import order
+from adaptive.config import BadSetting, Config
+from adaptive.state import RunState
+
+MANIFEST, STEP = "manifest.json", re.compile(r"step_(\d+)$")
+
+
+class Checkpoints:
+    """Those of one run."""
+
+    def __init__(self, config: Config, engine: Any, fingerprint: str):
+        self.config, self.engine, self.fingerprint = config, engine, fingerprint
+        self.folder = Path(config.run.output_dir, "checkpoints")
+        self.opened: Path | None = None  # never pruned
+        self.saved_step = 0
+        self.run_id: str | None = None
+
+    def save(self, state: RunState, report: Any) -> bool:
+        """Collective. False, with a warning, when a process could not write; older checkpoints are then untouched."""
+        if state.step == self.saved_step:
+            return True
+        target, partial = self.folder / f"step_{state.step}", self.folder / f".step_{state.step}.partial"
+        error = self._attempt(lambda: self._clear(partial) if self.engine.is_main else None)
+        error = error or self._attempt(lambda: self.engine.save_state(partial))
+        error = error or self._attempt(lambda: self._seal(partial, target, state, report) if self.engine.is_main else None)
+        if error:
+            if self.engine.is_main:
+                shutil.rmtree(partial, ignore_errors=True)
+            report.warn(f"the checkpoint of step {state.step} was not saved ({error}); training goes on")
+            return False
+        self.saved_step = state.step
+        if self.engine.is_main:
+            self._prune()
+        return True
+
+    def _attempt(self, work: Any) -> str | None:
+        """Run `work` here; the error of any process, on every process."""
+        error = None
+        try:
+            work()
+        except (OSError, RuntimeError) as failure:  # torch reports a full disk as RuntimeError
+            error = f"rank {self.engine.rank}: {' '.join(str(failure).split())[:200]}"
+        (failures,) = self.engine.sum_integers([error is not None])
+        return error or (f"{failures} process(es) failed" if failures else None)
+
+    def _clear(self, partial: Path) -> None:
+        for stale in self.folder.glob(".step_*.partial"):
+            shutil.rmtree(stale)
+        partial.mkdir(parents=True)
+
+    def _seal(self, partial: Path, target: Path, state: RunState, report: Any) -> None:
+        files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
+        manifest = {
+            "state": state.to_json(),
+            "files": files,
+            "world_size": self.engine.world_size,
+            "engine": self.engine.kind,
+            "order_version": order.VERSION,
+            "fingerprint": self.fingerprint,
+            "seed": self.config.run.seed,
+            "wandb_run_id": report.wandb_run_id,
+            "config": self.config.flat(),
+        }
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        if target.exists():  # a step that was saved before: replaced
+            shutil.rmtree(target)
+        os.rename(partial, target)
+        _flush(self.folder)
+
+    def _prune(self) -> None:
+        """Keep the newest --keep_last, by number; foreign names and the one resumed from stay."""
+        whole = [path for _, path in sorted(_numbered(self.folder))]
+        for path in whole[: -self.config.output.keep_last]:
+            if path != self.opened:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def resume(self, fresh: RunState) -> RunState:
+        """The state to go on from: `fresh`, or that of --resume_from_checkpoint with weights and optimizer loaded.
+
+        Rank 0 chooses. BadSetting when the checkpoint is not whole, or another dataset, seed or order made it.
+        """
+        wanted = self.config.run.resume_from_checkpoint
+        if not wanted:
+            return fresh
+        chosen = self.engine.from_rank0(lambda: self._choose(wanted))
+        if chosen is None:
+            return fresh
+        self.opened = Path(chosen)
+        manifest = json.loads((self.opened / MANIFEST).read_text())
+        state = RunState.from_json(manifest["state"])
+        self.engine.load_state(self.opened, manifest)
+        self.engine.clock_from(state.seconds)
+        self.saved_step, self.run_id = state.step, manifest["wandb_run_id"]
+        if self.engine.is_main:
+            cut_back(Path(self.config.run.output_dir, "metrics.jsonl"), state.step)
+        cut_back(Path(self.config.run.output_dir, "audit", f"rank{self.engine.rank}.jsonl"), state.step)
+        self.engine.wait()
+        return state
+
+    def _choose(self, wanted: str) -> str | None:
+        if wanted == "auto":
+            for _, path in sorted(_numbered(self.folder), reverse=True):
+                missing = problem(path)
+                if missing is None:
+                    return str(self._checked(path))
+                print(f"passing over {path}: {missing}", flush=True)
+            return None
+        missing = problem(Path(wanted))
+        if missing:
+            raise BadSetting(f"--resume_from_checkpoint {wanted}: {missing}; write auto, or a folder checkpoints/step_N")
+        return str(self._checked(Path(wanted)))
+
+    def _checked(self, path: Path) -> Path:
+        """`path`, unless continuing it here would train on other samples."""
+        manifest = json.loads((path / MANIFEST).read_text())
+        here = {"fingerprint": self.fingerprint, "seed": self.config.run.seed, "order_version": order.VERSION}
+        names = {"fingerprint": "dataset", "seed": "--seed", "order_version": "version of the data order"}
+        differing = [name for name, value in here.items() if manifest[name] != value]
+        if "fingerprint" in differing and self.config.run.allow_dataset_change:
+            differing.remove("fingerprint")
+        if differing:
+            name = differing[0]
+            raise BadSetting(
+                f"{path} was made with another {names[name]} ({manifest[name]}, here {here[name]}); continue with the same"
+                + (", or write --allow_dataset_change" if name == "fingerprint" else "")
+            )
+        return path
+
+
+def problem(path: Path) -> str | None:
+    """Why `path` is no whole checkpoint, None if it is."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except OSError:
+        return "it has no manifest.json"
+    except ValueError:
+        return "its manifest.json is damaged"
+    for name, size in manifest["files"].items():
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} is missing or has another size"
+    return None
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Remove the JSON lines after `step`, and a last line that was not finished."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    short = path.with_suffix(".cut")
+    short.write_text("".join(kept))
+    os.replace(short, path)
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    paths = folder.iterdir() if folder.is_dir() else []
+    return [(int(found[1]), path) for path in paths if (found := STEP.match(path.name)) and path.is_dir()]
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

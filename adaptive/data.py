@@ -1,0 +1,141 @@
+"""Positions -> rows: sources, one fetch a step, read-ahead by sample.
+
+A rank's next positions are known before the size of the step is (position p is rank p mod W's), so workers fetch
+samples, not batches: whatever size the schedule decides, the rows are the right ones and nothing read ahead is late
+or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch.
+To add a dataset: --dataset_name with a name, a folder or a file (corpus.py).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from adaptive.config import Config
+from adaptive.order import Order
+from adaptive.plan import StepPlan, share
+
+READ_AHEAD = 16  # samples a worker fetches at once
+
+
+class Source:
+    """One dataset in its own endless shuffled order, read by one rank."""
+
+    def __init__(self, name: str, dataset: Any, seed: int, rank: int, world_size: int, workers: int):
+        """`dataset` has len() and [index] or __getitems__([index]); rows are dictionaries."""
+        self.name, self.dataset, self.workers = name, dataset, workers
+        self.rank, self.world_size = rank, world_size
+        self.order = Order(seed, name, len(dataset))
+        self._stream: Iterator[tuple[int, dict]] | None = None
+        self._next = -1  # position the stream yields next
+        self._buffer: deque[tuple[int, dict]] = deque()
+
+    def read(self, positions: np.ndarray) -> tuple[list[dict], list[int]]:
+        """(rows, their indices) at this rank's `positions` (k,), in their order, with one fetch."""
+        if not len(positions):
+            return [], []
+        indices = self.order.indices(positions)
+        if not self.workers:
+            return fetch(self.dataset, indices), indices.tolist()
+        return [self._read(int(position)) for position in positions], indices.tolist()
+
+    def _read(self, position: int) -> dict:
+        """The row from the workers' stream; positions that were skipped (a discarded rest) are thrown away."""
+        expected = self._buffer[0][0] if self._buffer else self._next
+        if self._stream is None or not expected <= position or (position - expected) % self.world_size:
+            self._start(position)
+        while True:
+            if not self._buffer:
+                self._buffer.extend(next(self._stream))
+                self._next = self._buffer[-1][0] + self.world_size
+            at, row = self._buffer.popleft()
+            if at == position:
+                return row
+
+    def _start(self, position: int) -> None:
+        """Workers that fetch position, position + W, position + 2 W, ..."""
+        chunks = (
+            range(start, start + READ_AHEAD * self.world_size, self.world_size)
+            for start in _count(position, READ_AHEAD * self.world_size)
+        )
+        loader = DataLoader(
+            _Positions(self.dataset, self.order),
+            sampler=chunks,
+            batch_size=None,
+            num_workers=self.workers,
+            collate_fn=_as_is,
+            worker_init_fn=_alone,
+            generator=torch.Generator().manual_seed(0),  # its seed for the workers must not come from the global one
+        )
+        self._buffer.clear()
+        self._stream, self._next = iter(loader), position
+
+
+class Data:
+    """All sources of a run, as one rank sees them."""
+
+    def __init__(self, datasets: dict[str, Any], config: Config, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        seed, workers = config.run.seed, config.data.dataloader_num_workers
+        self.sources = {n: Source(n, d, seed, rank, world_size, workers) for n, d in datasets.items()}
+        self._idle: dict | None = None
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        return {name: len(source.dataset) for name, source in self.sources.items()}
+
+    def share(self, plan: StepPlan) -> tuple[list[dict], list[str], list[int]]:
+        """(rows, their sources, their indices) of this rank in this step; all empty where it has nothing."""
+        rows, names, indices = [], [], []
+        for name, positions in share(plan, self.rank, self.world_size):
+            more_rows, more_indices = self.sources[name].read(positions)
+            rows, indices, names = rows + more_rows, indices + more_indices, names + [name] * len(positions)
+        return rows, names, indices
+
+    def idle_row(self) -> dict:
+        """A row for passes of weight 0, which ranks without a sample run so that every rank takes part."""
+        if self._idle is None:
+            self._idle = fetch(next(iter(self.sources.values())).dataset, np.zeros(1, dtype=np.int64))[0]
+        return self._idle
+
+
+class _Positions(torch.utils.data.Dataset):
+    """Ranges of positions -> [(position, row)], in a worker."""
+
+    def __init__(self, dataset: Any, order: Order):
+        self.dataset, self.order = dataset, order
+
+    def __getitem__(self, positions: range) -> list[tuple[int, dict]]:
+        indices = self.order.indices(np.fromiter(positions, dtype=np.int64))
+        return list(zip(positions, fetch(self.dataset, indices), strict=True))
+
+
+def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
+    """Rows of `dataset` at `indices` (k,): one __getitems__ where the dataset has it (2 to 20 times faster)."""
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices.tolist())
+    return [dataset[i] for i in indices.tolist()]
+
+
+def _alone(worker: int) -> None:
+    """A signal to the whole group stops the run after its step, which still needs its workers."""
+    os.setpgrp()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _as_is(rows: list) -> list:
+    return rows
+
+
+def _count(start: int, step: int) -> Iterator[int]:
+    while True:
+        yield start
+        start += step

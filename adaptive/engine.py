@@ -1,0 +1,429 @@
+"""The only file that knows how Accelerate, DDP, DeepSpeed, NVIDIA, AMD and CPU differ.
+
+`Engine.start(config)` returns one of two: `Engine` (one process, or DistributedDataParallel) and `DeepSpeedEngine`
+(ZeRO 0 to 3). Both offer the same few verbs, so the loop has no `if` about hardware:
+
+    with engine.pass_(last):            # gradients are synchronised on the last pass only
+        engine.backward(loss)
+    engine.squared_norm()               # of the reduced gradient, before clipping, on the device
+    engine.update(norm)  |  engine.discard()
+
+Agreement goes over gloo with CPU tensors on every backend, so that it never waits for a GPU.
+To add a backend: a subclass with these verbs, and a file in accelerate_configs/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+
+from adaptive.config import BadSetting, Config
+
+MESSAGE_BYTES = 16_384  # one broadcast carries a decision; a longer one (an error text) is cut
+TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
+
+
+class Engine:
+    """One process, or DistributedDataParallel."""
+
+    sharded = False  # whether squared_norm() is this rank's part of a sum over ranks
+
+    @classmethod
+    def start(cls, config: Config) -> Engine:
+        """The engine that `accelerate launch` asked for."""
+        check_device_masks(os.environ)
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        return (DeepSpeedEngine if deepspeed else cls)(config)
+
+    def __init__(self, config: Config):
+        self.config = config
+        gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+        plain = type(self) is Engine
+        group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | ({} if gpu or plain else {"backend": "gloo"})
+        precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.fp16 else None
+        try:
+            self.accelerator = Accelerator(
+                cpu=not gpu and plain,  # cpu=True would turn DeepSpeed off
+                mixed_precision=precision,
+                # num_steps by plugin: a number in the YAML or the environment must not scale the loss a second time
+                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(**group),
+                    DistributedDataParallelKwargs(find_unused_parameters=config.hardware.find_unused_parameters),
+                ],
+            )
+        except ValueError as error:
+            if "precision" not in str(error):
+                raise
+            raise BadSetting(f"--{precision}: {error}") from None
+        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.is_main, self.device = self.accelerator.is_main_process, self.accelerator.device
+        self.group = None  # gloo, for what must not wait for a GPU
+        if self.world_size > 1 and dist.get_backend() != "gloo":
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
+        config.run.output_dir = self.from_rank0(lambda: config.run.output_dir)
+        self.stop_asked = False  # by a signal, on this process
+        self._started = time.monotonic()
+
+    # --- agreement ----------------------------------------------------------------------------------------------
+
+    def from_rank0(self, decide: Callable[[], Any]) -> Any:
+        """What `decide()` returns on rank 0 (JSON), on every rank; an exception there is raised everywhere."""
+        answer, error = None, None
+        if self.rank == 0:
+            try:
+                answer = decide()
+            except BadSetting as bad:
+                error = bad
+        if self.world_size == 1:
+            if error:
+                raise error
+            return answer
+        text = json.dumps({"error": str(error)} if error else {"answer": answer}).encode()
+        buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        if self.rank == 0:
+            assert len(text) <= MESSAGE_BYTES, len(text)
+            buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        dist.broadcast(buffer, 0, group=self.group)
+        message = json.loads(bytes(buffer.numpy()).rstrip(b"\0"))
+        if "error" in message:
+            raise error or BadSetting(message["error"])
+        return message["answer"]
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Elementwise sum over ranks, in fp64; every rank gets the same bits."""
+        return self._reduced(torch.tensor(values, dtype=torch.float64))
+
+    def sum_integers(self, values: list[int]) -> list[int]:
+        """Elementwise sum over ranks, exact."""
+        return self._reduced(torch.tensor(values, dtype=torch.int64))
+
+    def _reduced(self, tensor: torch.Tensor) -> list:
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def same_everywhere(self, value: str, what: str) -> None:
+        """RuntimeError on every rank unless all ranks hold rank 0's `value`; for --check_agreement."""
+        digest = hashlib.blake2b(value.encode(), digest_size=8).hexdigest()
+        agreed = self.from_rank0(lambda: digest)
+        (differing,) = self.sum_integers([int(agreed != digest)])
+        if differing:
+            raise RuntimeError(f"{differing} of {self.world_size} processes disagree about {what}")
+
+    def main_first(self):
+        """Context in which rank 0 of each machine goes first, so that caches are written once."""
+        return self.accelerator.local_main_process_first()
+
+    def wait(self) -> None:
+        """Barrier on the CPU."""
+        if self.world_size > 1:
+            dist.barrier(group=self.group)
+
+    # --- model --------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Move and wrap both; self.model and self.optimizer are what the loop uses from here on."""
+        self.module = model
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def seed(self, step: int, same_everywhere: bool = False) -> None:
+        """Dropout and every other draw inside a step: a function of (seed, rank, step), so nothing need be saved.
+
+        `same_everywhere` leaves the rank out: for the initial weights.
+        """
+        text = f"{self.config.run.seed} {'all' if same_everywhere else self.rank} {step}".encode()
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        torch.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+
+    def seconds(self) -> float:
+        """Wall clock of this process since the engine started."""
+        return time.monotonic() - self._started
+
+    def read(self, *scalars: torch.Tensor) -> list[float]:
+        """Scalars on the device -> floats, with one host read for all."""
+        return torch.stack([s.double() for s in scalars]).tolist()
+
+    def to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    @contextlib.contextmanager
+    def pass_(self, last: bool) -> Iterator[None]:
+        """Around forward *and* backward of one pass."""
+        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.accelerator.backward(loss)
+
+    def squared_norm(self) -> torch.Tensor:
+        """Squared norm of the step's reduced gradient, fp64 scalar on the device; sum over ranks if `sharded`."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.unscale_gradients(self.optimizer)
+        return _squared_norm([p.grad for p in self.model.parameters() if p.grad is not None], self.device)
+
+    def update(self, norm: float) -> bool:
+        """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler refused."""
+        limit = self.config.optim.max_grad_norm
+        if limit and norm > limit:
+            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return not self.optimizer.step_was_skipped
+
+    def discard(self) -> None:
+        """Forget the step's gradient, as if it had not been."""
+        if self.accelerator.scaler is not None:  # the scaler must see its overflow to lower the scale
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether non-finite gradients may be the loss scaler's own search."""
+        return self.accelerator.scaler is not None
+
+    def set_learning_rate(self, rate: float) -> None:
+        """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_factor", 1.0)
+
+    def save_model(self, folder: os.PathLike, tokenizer: Any) -> None:
+        """Collective: the weights as `from_pretrained` opens them, written by rank 0."""
+        state = self._whole_state()
+        if self.is_main:
+            if hasattr(self.module, "save_pretrained"):
+                self.module.save_pretrained(folder, state_dict=state)
+            else:
+                os.makedirs(folder, exist_ok=True)
+                torch.save(state, os.path.join(folder, "weights.pt"))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        self.wait()
+
+    def _whole_state(self) -> dict[str, torch.Tensor]:
+        return self.module.state_dict()
+
+    def describe(self) -> str:
+        """One line: engine, processes, device."""
+        vendor = "AMD" if torch.version.hip else "NVIDIA" if torch.cuda.is_available() else "CPU"
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
+        precision = self.accelerator.mixed_precision
+        return f"{self.name}, {self.world_size} process(es), {name} ({vendor}), precision {precision}"
+
+    @property
+    def name(self) -> str:
+        return "one process" if self.world_size == 1 else "DDP"
+
+    kind = "plain"  # checkpoints of one kind open on any number of processes
+
+    def save_state(self, folder: Path) -> None:
+        """Collective: what this engine needs to go on, into an existing folder."""
+        if self.is_main:
+            held = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            if self.accelerator.scaler is not None:
+                held["scaler"] = self.accelerator.scaler.state_dict()
+            torch.save(held, folder / "training.pt")
+
+    def load_state(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """Inverse of `save_state`, on any number of processes."""
+        self._same_kind(folder, manifest)
+        held = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        self.module.load_state_dict(held["model"])
+        self.optimizer.load_state_dict(held["optimizer"])
+        if self.accelerator.scaler is not None and "scaler" in held:
+            self.accelerator.scaler.load_state_dict(held["scaler"])
+
+    def _same_kind(self, folder: Path, manifest: dict[str, Any]) -> None:
+        if manifest["engine"] != self.kind:
+            raise BadSetting(f"{folder} was saved by the engine {manifest['engine']} and this is {self.kind}; start with "
+                             "the accelerate config of the first start")
+
+    def listen(self) -> None:
+        """SIGTERM, SIGINT and SIGUSR1 ask to stop after the step; a second one leaves at once."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, self._asked)
+
+    def _asked(self, number: int, frame: Any) -> None:
+        self.stop_asked = True
+        signal.signal(number, signal.SIG_DFL)
+
+    def clock_from(self, seconds: float) -> None:
+        """Go on counting from `seconds`, those of the run before it was resumed."""
+        self._started = time.monotonic() - seconds
+
+    @staticmethod
+    def leave() -> None:
+        """Close the process group, at the end of the program."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class DeepSpeedEngine(Engine):
+    """ZeRO 0 to 3. The loop steps the engine itself: accelerator.backward would step before anything is checked."""
+
+    def __init__(self, config: Config):
+        import deepspeed.ops
+
+        if not torch.cuda.is_available():
+            # Its shared-memory collectives take two minutes to compile and gain nothing on a small CPU run.
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # its launcher leaves this open
+        super().__init__(config)
+        self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
+
+    def prepare(self, model, optimizer):
+        settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = 1  # must be an integer, has no meaning here
+        settings.pop("train_batch_size", None)
+        settings["gradient_accumulation_steps"] = 1  # the loop owns the scale
+        settings["gradient_clipping"] = self.config.optim.max_grad_norm
+        super().prepare(model, optimizer)
+        self.sharded = self.stage > 0 and not self._full_gradient()
+
+    @contextlib.contextmanager
+    def pass_(self, last):
+        # Without the flag ZeRO-1 and 2 silently keep the gradient of the last pass only.
+        self.model.set_gradient_accumulation_boundary(last)
+        yield
+
+    def backward(self, loss):
+        self.model.backward(loss)
+
+    def squared_norm(self):
+        scale = self._loss_scale()
+        return _squared_norm(self._reduced_gradient(), self.device) / scale**2
+
+    def update(self, norm):
+        self.model.step()
+        return not getattr(self.model.optimizer, "overflow", False)
+
+    def discard(self):
+        optimizer = self.model.optimizer
+        if self.scales_loss:
+            self.model.step()  # finds the overflow itself, lowers the scale and drops the gradient
+            return
+        self.model.zero_grad()  # p.grad first: stage 3's zero_grad refuses what is left there on a CPU
+        if hasattr(optimizer, "all_grad_tensors"):  # stages 1, 2
+            optimizer.zero_grad(set_to_none=True)
+            optimizer._release_preflattened_grad_buffers()
+            optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
+            optimizer.all_grad_tensors = dict.fromkeys(optimizer.all_grad_tensors)
+        elif hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
+            optimizer.zero_grad(set_to_none=True)
+            optimizer.averaged_gradients = {}
+            optimizer.grad_partitions_flat_buffer.zero_()
+        elif self._full_gradient():
+            optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def scales_loss(self):
+        return self.model.fp16_enabled()
+
+    @property
+    def name(self):
+        return f"DeepSpeed ZeRO-{self.stage}"
+
+    @property
+    def kind(self):
+        return f"zero{self.stage}"
+
+    def save_state(self, folder):
+        self.model.save_checkpoint(str(folder), tag="engine", save_latest=False)
+
+    def load_state(self, folder, manifest):
+        self._same_kind(folder, manifest)
+        if manifest["world_size"] != self.world_size:
+            raise BadSetting(f"{folder} was saved by {manifest['world_size']} processes under ZeRO, here are "
+                             f"{self.world_size}; start with --num_processes {manifest['world_size']}")
+        self.model.load_checkpoint(str(folder), tag="engine")
+
+    def _whole_state(self):
+        if self.stage < 3:
+            return self.module.state_dict()
+        state = self.accelerator.get_state_dict(self.model)  # gathers, and forgets which weights are tied
+        once = {name for name, _ in self.module.named_parameters()}
+        again = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - once
+        return {name: tensor for name, tensor in state.items() if name not in again}
+
+    def _full_gradient(self) -> bool:
+        return type(self.model.optimizer).__name__ in ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer")
+
+    def _loss_scale(self) -> float:
+        return float(getattr(self.model.optimizer, "cur_scale", None) or getattr(self.model.optimizer, "loss_scale", 1))
+
+    def _reduced_gradient(self) -> list[torch.Tensor]:
+        """This rank's part of the reduced gradient, between the last backward and the step."""
+        optimizer = self.model.optimizer
+        if hasattr(optimizer, "get_grads_for_norm"):  # BF16_Optimizer: fp32 sums, whole on every rank
+            return optimizer.get_grads_for_norm(for_clipping=True)
+        if getattr(optimizer, "offload_optimizer", False):  # stage 3 with offload
+            groups = optimizer.fp32_partitioned_groups_flat
+        elif getattr(optimizer, "cpu_offload", False):  # stages 1, 2 with offload
+            groups = optimizer.single_partition_of_fp32_groups
+        elif hasattr(optimizer, "averaged_gradients"):  # stages 1, 2, 3
+            return [g for gs in optimizer.averaged_gradients.values() if gs is not None for g in gs if g is not None]
+        else:
+            groups = list(self.model.module.parameters())
+        return [p.grad for p in groups if p.grad is not None]
+
+
+@contextlib.contextmanager
+def weights_drawn_whole() -> Iterator[None]:
+    """Under ZeRO-3 transformers splits weights while it draws them, and draws others; here it does not.
+
+    For models from scratch, so that they begin the same on every engine.
+    """
+    plugin = AcceleratorState().deepspeed_plugin if AcceleratorState._shared_state else None
+    if plugin is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(plugin.dschf)
+
+
+def _squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(gradients)
+    return torch.stack([n.to(device) for n in norms]).double().square().sum()
+
+
+def check_device_masks(environment: dict[str, str]) -> None:
+    """Warn where two variables that hide GPUs contradict each other; they are read, never set."""
+    names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    masks = {name: environment[name] for name in names if name in environment}
+    text = ", ".join(f"{name}={value!r}" for name, value in masks.items())
+    if torch.version.hip or "ROCR_VISIBLE_DEVICES" in masks or "HIP_VISIBLE_DEVICES" in masks:
+        if len(set(masks.values())) > 1:
+            print(f"warning: {text}: they filter one after the other and may hide every GPU; keep one", file=sys.stderr)
+    empty = [name for name, value in masks.items() if not value.strip()]
+    if empty:
+        print(f"warning: {empty[0]} is empty and hides every GPU; unset it to use them", file=sys.stderr)

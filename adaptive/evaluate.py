@@ -1,0 +1,58 @@
+"""Model -> exact means over the whole validation set.
+
+Every sample once, on any number of processes, with the same number of passes on each (ZeRO-3 needs that). Sums and
+counts are added, never means, so the value does not depend on size, micro-batch or processes; no draw, no gradient and
+no counter of training is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptive.data import fetch
+from adaptive.plan import passes
+
+
+def evaluate(engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by: str) -> dict[str, float] | None:
+    """{"eval_loss": ..., "eval_NAME": ...}: means over all supervised tokens, or over all samples.
+
+    `batch_size`: samples of one pass on one process. None when a signal on some process asked to stop.
+    """
+    positions = np.arange(engine.rank, len(dataset), engine.world_size)
+    names: list[str] = []
+    sums = torch.zeros(0, dtype=torch.float64)
+    engine.model.eval()
+    try:
+        with torch.no_grad():
+            for k in range(passes(len(dataset), engine.world_size, batch_size)):
+                mine = positions[k * batch_size : (k + 1) * batch_size]
+                batch = task.collate(fetch(dataset, mine if len(mine) else np.zeros(1, dtype=np.int64)))
+                values = task.measure(engine.model, engine.to_device(batch))
+                if not names:
+                    names, sums = sorted(values, key="loss".__ne__), torch.zeros(len(values) + 2, dtype=torch.float64, device=engine.device)
+                if engine.sum_integers([engine.stop_asked])[0]:
+                    return None
+                if len(mine):
+                    sums += _sums(values, names, task.items(batch).to(engine.device), normalize_by)
+    finally:
+        engine.model.train()
+    *totals, weight, samples = engine.sum(sums.tolist())
+    means = {}
+    for name, total in zip(names, totals, strict=True):
+        count = weight if name == "loss" else samples
+        means[f"eval_{name}"] = total / count if count else None
+    return means
+
+
+def _sums(values: dict[str, torch.Tensor], names: list[str], items: torch.Tensor, normalize_by: str) -> torch.Tensor:
+    """(metrics + 2,) fp64: the sum of each of `names` (the loss first), then the loss's weight and the number of samples."""
+    supervised = items > 0
+    losses = values["loss"].double()
+    if normalize_by == "samples":
+        losses = torch.where(supervised, losses / items.clamp(min=1), 0.0)
+    others = [values[name].double().sum() for name in names[1:]]
+    weight = supervised.sum() if normalize_by == "samples" else items.sum()
+    return torch.stack([losses.sum(), *others, weight.double(), supervised.sum().double()])

@@ -1,0 +1,173 @@
+"""Target size (exact fraction) -> who computes which positions (integers).
+
+The data of a source is an endless line of positions, a step is an interval of it. Position p belongs to rank p mod W,
+so shares differ by at most one for every size and W, and the samples a rank will need next do not depend on the
+schedule. Nothing here knows a tensor; a plan costs the same for 1 process and for 16,384.
+To add one: a policy for the end of an epoch is a branch of `_cut`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+
+CARRY_DENOMINATOR = 10**40  # above this a carry is rounded: sizes that change for ever would grow it without bound
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Positions [start, stop) of one source."""
+
+    source: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one step does, the same on every rank."""
+
+    target: dict[str, Fraction]  # source -> G, samples over all processes
+    intervals: tuple[Interval, ...]
+    carry: dict[str, Fraction]  # source -> after the step
+    cursor: dict[str, int]  # source -> after the step
+    consumed: int  # samples before the step, over all sources
+    cut: bool  # shortened by the end of an epoch or of the run
+
+    @property
+    def size(self) -> int:
+        """n, the realised size: samples over all processes."""
+        return sum(map(len, self.intervals))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What bounds a run."""
+
+    sources: dict[str, int]  # source -> N, its rows
+    epochs: Fraction
+    max_samples: int | None = None
+    max_steps: int = -1
+
+    @property
+    def positions(self) -> int:
+        """Positions of the whole run: epochs x sum of N, rounded up."""
+        return -(-self.epochs * sum(self.sources.values()) // 1)
+
+    @property
+    def samples(self) -> int:
+        """Samples the run will consume when nothing is discarded."""
+        return min(self.positions, self.max_samples or self.positions)
+
+    def left(self, cursor: dict[str, int], samples: int) -> int:
+        """Samples that may still be consumed."""
+        left = self.positions - sum(cursor.values())
+        return max(0, left if self.max_samples is None else min(left, self.max_samples - samples))
+
+    def progress(self, cursor: dict[str, int], samples: int, step: int) -> float:
+        """Share of the run that is over, in [0, 1]: by samples, positions or steps, whichever is furthest."""
+        shares = [sum(cursor.values()) / self.positions]
+        if self.max_samples is not None:
+            shares.append(samples / self.max_samples)
+        if self.max_steps > 0:
+            shares.append(step / self.max_steps)
+        return min(1.0, max(shares))
+
+
+def exact(size: float | int | Fraction) -> Fraction:
+    """The decimal number a person wrote: 0.3 is 3/10, not the nearest binary fraction."""
+    return size if isinstance(size, Fraction) else Fraction(repr(size))
+
+
+def plan_step(
+    target: dict[str, Fraction],
+    cursor: dict[str, int],
+    carry: dict[str, Fraction],
+    lengths: Lengths,
+    epoch_end: str,
+    consumed: int,
+) -> StepPlan | None:
+    """Round each target by error diffusion and take that many positions; None when the run is over.
+
+    `n = floor(carry + G); carry += G - n`, so that after any number of steps the samples differ from the sizes asked
+    for by less than one. `epoch_end` (keep, wrap, drop) applies to a run with one source; several wrap by themselves.
+    """
+    left = lengths.left(cursor, consumed)
+    if not left:
+        return None
+    if len(target) == 1 and epoch_end != "wrap":
+        return _cut(target, cursor, carry, lengths, epoch_end, consumed)
+    wanted = {source: (carry[source] + size) // 1 for source, size in target.items()}
+    cut = sum(wanted.values()) > left
+    if cut:  # the run's end: shares of what is left, in proportion, the earlier sources first
+        wanted = _shrink(wanted, left)
+    return StepPlan(
+        target=target,
+        intervals=_intervals({s: (cursor[s], cursor[s] + n) for s, n in wanted.items()}),
+        carry={s: Fraction(0) if cut else _rounded(carry[s] + target[s] - wanted[s]) for s in target},
+        cursor={s: cursor[s] + wanted[s] for s in target},
+        consumed=consumed,
+        cut=cut,
+    )
+
+
+def _cut(target, cursor, carry, lengths, epoch_end, consumed) -> StepPlan | None:
+    """One source whose epochs do not mix: the last step of each is kept short or discarded."""
+    ((source, size),) = target.items()
+    start, length = cursor[source], lengths.sources[source]
+    want = (carry[source] + size) // 1
+    room = min(length - start % length, lengths.left(cursor, consumed))
+    if want > room and epoch_end == "drop":
+        start += room
+        if not lengths.left({source: start}, consumed) or room < length - cursor[source] % length:
+            return None  # what is left of the run is less than one step
+        room = min(length, lengths.left({source: start}, consumed))
+        if want > room:
+            return None
+    cut = want > room
+    stop = start + min(want, room)
+    after = Fraction(0) if cut else _rounded(carry[source] + size - want)
+    return StepPlan(target, _intervals({source: (start, stop)}), {source: after}, {source: stop}, consumed, cut)
+
+
+def share(plan: StepPlan, rank: int, world_size: int) -> list[tuple[str, np.ndarray]]:
+    """[(source, positions int64 (k,))] of one rank, in step order; every position of the step has one owner.
+
+    One source: position p belongs to rank p mod W. Several: the intervals stand one after the other and the j-th
+    sample of the step belongs to rank (samples consumed so far + j) mod W, balanced over the sum.
+    """
+    shares, before = [], plan.intervals[0].start if len(plan.target) == 1 and plan.intervals else plan.consumed
+    for interval in plan.intervals:
+        first = interval.start + (rank - before) % world_size
+        shares.append((interval.source, np.arange(first, interval.stop, world_size, dtype=np.int64)))
+        before += len(interval)
+    return shares
+
+
+def passes(size: int, world_size: int, micro_batch_size: int) -> int:
+    """Forward-backward passes every rank runs: enough for the largest share, equal on all ranks."""
+    largest_share = -(-size // world_size)
+    return -(-largest_share // micro_batch_size)
+
+
+def _intervals(bounds: dict[str, tuple[int, int]]) -> tuple[Interval, ...]:
+    return tuple(Interval(source, start, stop) for source, (start, stop) in bounds.items() if stop > start)
+
+
+def _rounded(carry: Fraction) -> Fraction:
+    return carry if carry.denominator <= CARRY_DENOMINATOR else carry.limit_denominator(CARRY_DENOMINATOR)
+
+
+def _shrink(wanted: dict[str, int], left: int) -> dict[str, int]:
+    total, given, taken = sum(wanted.values()), {}, 0
+    seen = 0
+    for source, count in wanted.items():
+        seen += count
+        given[source] = seen * left // total - taken
+        taken += given[source]
+    return given

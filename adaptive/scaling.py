@@ -1,0 +1,135 @@
+"""Sizes -> the factors that follow from them: on the loss and on the learning rate.
+
+**The gradient of a step.** Over its n samples the step's gradient is
+
+    g = sum_i w_i grad l_i                                                                          (1)
+
+with l_i the loss of sample i (token tasks: the mean over its supervised tokens). The schedule asks for G samples, a
+real number; rounding by error diffusion (plan.py) runs n = floor(carry + G) of them. The weight is
+
+    target    w = 1 / M, M = max(G, 1)         every sample has the same influence, however rounding placed it   (2)
+    realized  w = 1 / n                        the plain mean of the step                                        (3)
+    ceil      w = 1 / (W ceil(G / W))          the published formula for a per-device size G / W                 (4)
+
+Worked example of (2): G = 2.5 runs 2, 3, 2, 3, ... samples, each with weight 1/2.5, so steps have the total weight
+0.8, 1.2, 0.8, ...; its mean is 1, because sum(n) stays within 1 of sum(G). For a whole G, (2) is the mean. Below 1 an
+update has one sample of weight 1, and every 1/G-th step is an update. A step that an epoch's end cut short has G = n.
+
+**Tokens.** With --normalize_by tokens each supervised token of the step weighs n w / T, T being their number over all
+ranks and passes: for w = 1/n this is the mean over tokens (not a mean of means, which is another objective).
+
+**Ranks.** A data-parallel engine averages gradients over its W ranks, so each rank's loss is multiplied by W; nothing
+else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the sum over ranks and passes is (1), whatever
+the number of ranks, their shares and the micro-batches.
+
+**Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, p the share of the run before the step.
+Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
+
+Pure Python, no torch. To add one: a decay or a rule is a line in the dictionaries at the foot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+from adaptive.config import BadSetting, Batch, Optim
+from adaptive.plan import StepPlan
+from adaptive.schedules.literal import parse_call
+
+
+def mean_size(plan: StepPlan) -> Fraction:
+    """M of equation (2): the size the step stands for, in samples over all processes."""
+    return Fraction(plan.size) if plan.cut else max(sum(plan.target.values()), Fraction(1))
+
+
+def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
+    """w of equations (2) to (4) by --fractional_scaling, without the factor W of the ranks; 0 for an empty step."""
+    if not plan.size:
+        return 0.0
+    if batch.fractional_scaling == "realized":
+        return 1 / plan.size
+    if batch.fractional_scaling == "ceil":
+        asked = plan.size if plan.cut else sum(plan.target.values())
+        return 1 / (world_size * math.ceil(asked / world_size))
+    return float(1 / mean_size(plan))
+
+
+def loss_scale(weight: float, size: int, world_size: int, items: int | None) -> float:
+    """What one rank multiplies a sum of losses by: W w for samples, W n w / T for tokens (`items` is T, not None).
+
+    A step without a supervised token has scale 0.
+    """
+    if items is None:
+        return world_size * weight
+    return world_size * size * weight / items if items else 0.0
+
+
+def parse_decay(optim: Optim) -> Callable[[float], float]:
+    """--lr_scheduler_type and its settings -> factor of the peak learning rate at progress p in [0, 1]."""
+    name, settings = optim.lr_scheduler_type, optim.lr_scheduler_kwargs
+    if name not in DECAYS:
+        raise BadSetting(f"--lr_scheduler_type is {name!r}; write one of {', '.join(DECAYS)}")
+    _, arguments, options = parse_call(f"{name}({settings})", "--lr_scheduler_kwargs")
+    decay = DECAYS[name]
+    try:
+        for progress in (0.0, 0.5, 1.0):
+            factor = decay(progress, *arguments, **options)
+            if not 0 <= factor < math.inf:
+                raise ValueError(f"the factor is {factor:g} at {progress:.0%} of the run")
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise BadSetting(f"--lr_scheduler_kwargs {settings!r} does not fit {name}: {error}") from None
+    return lambda progress: decay(min(1.0, max(0.0, progress)), *arguments, **options)
+
+
+def parse_rule(text: str) -> Callable[[float], float]:
+    """--lr_scaling -> factor of the learning rate at size / base size."""
+    name, arguments, options = parse_call(text, "--lr_scaling")
+    if name not in RULES:
+        raise BadSetting(f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p), such as power(0.75)")
+    try:
+        rule = RULES[name]
+        rule(2.0, *arguments, **options)
+    except (TypeError, OverflowError):
+        raise BadSetting(f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p)") from None
+    return lambda ratio: rule(ratio, *arguments, **options)
+
+
+def warmup(samples: int, size: int, length: int) -> float:
+    """Linear warmup factor in (0, 1] of a step of `size` samples after `samples`; `length` in samples.
+
+    The step's own samples count, so that the first update already moves.
+    """
+    return min(1.0, (samples + size) / length) if length else 1.0
+
+
+def _cosine(p: float, num_cycles: float = 0.5, min_lr_ratio: float = 0.0) -> float:
+    return min_lr_ratio + (1 - min_lr_ratio) * max(0.0, 0.5 * (1 + math.cos(math.pi * num_cycles * 2 * p)))
+
+
+def _restarts(p: float, num_cycles: int = 1) -> float:
+    return 0.0 if p >= 1 else 0.5 * (1 + math.cos(math.pi * (num_cycles * p % 1)))
+
+
+def _stable_decay(p: float, decay_share: float = 0.1, min_lr_ratio: float = 0.0) -> float:
+    return min_lr_ratio + (1 - min_lr_ratio) * min(1.0, (1 - p) / decay_share)
+
+
+DECAYS: dict[str, Callable[..., float]] = {
+    "constant": lambda p: 1.0,
+    "constant_with_warmup": lambda p: 1.0,
+    "linear": lambda p: 1 - p,
+    "polynomial": lambda p, power=1.0, lr_end_ratio=0.0: lr_end_ratio + (1 - lr_end_ratio) * (1 - p) ** power,
+    "cosine": _cosine,
+    "cosine_with_min_lr": _cosine,
+    "cosine_with_restarts": _restarts,
+    "quarter_cosine": lambda p: math.cos(math.pi * p / 2),
+    "warmup_stable_decay": _stable_decay,
+}
+RULES: dict[str, Callable[..., float]] = {
+    "none": lambda ratio: 1.0,
+    "linear": lambda ratio: ratio,
+    "sqrt": math.sqrt,
+    "power": lambda ratio, p: ratio**p,
+}

@@ -1,0 +1,254 @@
+"""Signals -> target size: parse "name(settings)", give a schedule what it names, decide once and agree.
+
+A schedule is any callable. Its parameters that are called after signals receive them, the others are its settings; in
+`def grow(i, size, rate=2)` the first two, which are no signals, are step and current size. Rank 0 calls it, the result
+is checked here and nowhere else, and every rank gets the same exact number, or the same error.
+To add one: any function, by path: --schedule "my_idea.py:grow(rate=2)"; or a line in SCHEDULES.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from fractions import Fraction
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from adaptive.config import BadSetting, Batch, Config
+from adaptive.plan import Lengths, exact
+from adaptive.schedules import open_loop
+from adaptive.schedules.literal import parse_call
+from adaptive.state import RunState
+
+
+class Schedule:
+    """A callable with the names of the signals it wants.
+
+    `signals`: names it asks for. `call(signals, otherwise)`: its raw answer, or `otherwise` where a signal it needs has
+    no value yet.
+    """
+
+    def __init__(self, name: str, function: Callable, known_signals: set[str]):
+        self.name, self.function = name, function
+        bound = function.keywords if isinstance(function, functools.partial) else {}
+        self.wanted: dict[str, tuple[str, bool]] = {}  # parameter -> (signal, whether it is needed)
+        received = received_signals(function, known_signals)
+        for parameter, spec in inspect.signature(function).parameters.items():
+            needed = spec.default is spec.empty
+            if parameter in bound or spec.kind in (spec.VAR_POSITIONAL, spec.VAR_KEYWORD):
+                continue
+            if parameter in received:
+                self.wanted[parameter] = (received[parameter], needed)
+            elif needed:
+                raise BadSetting(f"the schedule {name} has no value for {parameter}; write {name}({parameter}=...), "
+                                 f"or use a signal's name: {', '.join(sorted(known_signals))}")
+        self.signals = {signal for signal, _ in self.wanted.values()}
+
+    def call(self, signals: dict[str, Any], otherwise: float) -> Any:
+        """The schedule's own answer, not judged; `otherwise` when a signal without a default has no value yet."""
+        given = {parameter: signals.get(signal) for parameter, (signal, _) in self.wanted.items()}
+        if any(given[parameter] is None for parameter, (_, needed) in self.wanted.items() if needed):
+            return otherwise
+        return self.function(**{parameter: value for parameter, value in given.items() if value is not None})
+
+    @property
+    def start(self) -> float | None:
+        """First size of a schedule that decides it itself, else None."""
+        return getattr(self.function, "start", None)
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """{flag: value} this schedule is only right with."""
+        return getattr(self.function, "needs", {})
+
+    def state_dict(self) -> Any:
+        """The schedule's own memory (JSON values), None where it has none."""
+        return self.function.state_dict() if hasattr(self.function, "state_dict") else None
+
+    def load_state_dict(self, state: Any) -> None:
+        if state is not None:
+            self.function.load_state_dict(state)
+
+
+def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
+    """--schedule -> Schedule; BadSetting for an unknown name, file or setting, or one it cannot be used with."""
+    schedule = parse_schedule(config.batch.schedule, known_signals)
+    settings = config.flat()
+    for flag, value in schedule.needs.items():
+        if settings[flag] != value:
+            raise BadSetting(f"the schedule {schedule.name} needs --{flag} {value}; it is {settings[flag]}")
+    return schedule
+
+
+def first_size(schedule: Schedule, batch: Batch) -> float:
+    """Size of decision 1, in the schedule's unit: the schedule's own, else the flag's, else 8."""
+    asked = batch.batch_size if batch.per_device_train_batch_size is None else batch.per_device_train_batch_size
+    if schedule.start is None:
+        size = 8.0 if asked is None else asked
+    else:
+        size = checked(schedule.start, schedule.name, 1)
+        if asked is not None and asked != size:
+            print(f"the schedule {schedule.name} starts at {size:g}, not at {asked:g}", file=sys.stderr)
+    if batch.per_device_train_batch_size is None:
+        batch.batch_size = size
+    else:
+        batch.per_device_train_batch_size = size
+    return size
+
+
+def parse_schedule(text: str, known_signals: set[str]) -> Schedule:
+    """"NAME(settings)" or "FILE.py:NAME(settings)" -> Schedule; BadSetting for an unknown name, file or setting."""
+    path, found = None, re.match(r"\s*(.+\.py):(.*)", text, re.DOTALL)
+    if found:
+        path, text = Path(found[1]), found[2]
+    name, arguments, settings = parse_call(text, "--schedule")
+    if path:
+        function = from_file(path, name, "--schedule")
+    elif name in SCHEDULES:
+        function = SCHEDULES[name]
+    else:
+        raise BadSetting(f'--schedule is "{text}"; write one of {", ".join(SCHEDULES)}, or FILE.py:NAME(settings)')
+    try:
+        return Schedule(name, _bind(function, arguments, settings, known_signals), known_signals)
+    except BadSetting:
+        raise
+    except Exception as error:  # a class of the user's may raise anything
+        reason = error if isinstance(error, (TypeError, ValueError)) else described(error)
+        raise BadSetting(f'--schedule "{text}": {reason}') from None
+
+
+def _bind(function: Callable, arguments: list, settings: dict, known_signals: set[str]) -> Callable:
+    """A class is instantiated; a function keeps its settings through functools.partial."""
+    if inspect.isclass(function):
+        return function(*arguments, **settings)
+    if not arguments and not settings:
+        return function
+    parameters, received = inspect.signature(function).parameters, received_signals(function, known_signals)
+    free = [parameter for parameter in parameters if parameter not in received]
+    unknown = [name for name in settings if name not in parameters]
+    if unknown or len(arguments) > len(free):
+        wrong = unknown[0] if unknown else arguments[-1]
+        raise ValueError(f"{wrong!r} is no setting of it; it has {', '.join(free) or 'none'}")
+    return functools.update_wrapper(
+        functools.partial(function, **dict(zip(free, arguments, strict=False)), **settings), function
+    )
+
+
+def received_signals(function: Callable, known_signals: set[str]) -> dict[str, str]:
+    """{parameter: the signal it receives}: its own name; step and current_size for the first two of other names."""
+    received: dict[str, str] = {}
+    for place, (parameter, spec) in enumerate(inspect.signature(function).parameters.items()):
+        by_place = place == 0 or (place == 1 and list(received.values()) == ["step"])
+        if parameter in known_signals:
+            received[parameter] = parameter
+        elif by_place and spec.default is spec.empty and spec.kind in (spec.POSITIONAL_ONLY, spec.POSITIONAL_OR_KEYWORD):
+            received[parameter] = ("step", "current_size")[place]
+    return received
+
+
+def from_file(path: Path, name: str, flag: str) -> Any:
+    """Object `name` of a user's Python file. BadSetting when there is none."""
+    if not path.is_file():
+        raise BadSetting(f"{flag} {path}: no such file")
+    module_name = f"user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadSetting(f"{flag} {path}: {described(error)}") from error
+    if not hasattr(module, name):
+        names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
+        raise BadSetting(f"{flag}: {path} has no {name}; it has {', '.join(names) or 'nothing callable'}")
+    return getattr(module, name)
+
+
+def described(error: BaseException) -> str:
+    """"ValueError: message (file.py:12)": an exception of a user's code in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    known = frames and not isinstance(error, SyntaxError)  # which names its own line
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if known else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def decide(
+    schedule: Schedule, state: RunState, signals: dict[str, Any], batch: Batch, lengths: Lengths, seconds: float
+) -> dict[str, Any]:
+    """The size of the next step, in JSON values that every rank can be sent; called on rank 0 only.
+
+    {"size": in the schedule's unit, "target": G as "p/q", "clamped": why the schedule's own answer was not taken,
+    "schedule": its memory, "seconds": `seconds`}. Decision 1 uses the initial size.
+    """
+    step = state.step + 1
+    answer: Any = state.initial_size
+    if state.step:
+        try:
+            answer = schedule.call(signals, otherwise=state.size)
+        except Exception as error:
+            raise BadSetting(f"the schedule {schedule.name} failed at step {step}: {described(error)}") from error
+    size = checked(answer, schedule.name, step)
+    clamped = None
+    if batch.max_batch_size is not None and size > batch.max_batch_size:
+        size, clamped = float(batch.max_batch_size), f"--max_batch_size {batch.max_batch_size:g}"
+    if batch.fraction == "accumulate" and size > 1:
+        raise BadSetting(f"the schedule {schedule.name} returned {size:g} at step {step}: with --fraction accumulate "
+                         "it is the share of an update that one pass is; write --max_batch_size 1, or another schedule")
+    target = global_size(size, batch, state.world_size)
+    rows = sum(lengths.sources.values())
+    if len(lengths.sources) == 1 and target > rows:
+        target, clamped = Fraction(rows), f"the dataset's {rows} rows"
+        if batch.fraction == "participate":
+            size = float(target / global_size(1.0, batch, state.world_size))
+    if clamped:
+        clamped = f"step {step}: the size is held at {float(target):g} samples by {clamped}"
+    return {
+        "size": size,
+        "target": str(target),
+        "clamped": clamped,
+        "schedule": schedule.state_dict(),
+        "seconds": seconds,
+    }
+
+
+def checked(size: Any, schedule: str, step: int) -> float:
+    """`size` as a float; the one place where a schedule's answer is judged.
+
+    Raises BadSetting naming schedule, step and value unless it is a finite real number above 0.
+    """
+    try:
+        number = float(size) if isinstance(size, Real) and not isinstance(size, bool) else math.nan
+    except OverflowError:  # an integer beyond any float
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise BadSetting(f"the schedule {schedule} returned {size!r} at step {step}; it must return a number above 0")
+    return number
+
+
+def global_size(size: float, batch: Batch, world_size: int) -> Fraction:
+    """The schedule's number, in its unit -> samples over all processes; `world_size` of the first start.
+
+    Per-device sizes b are b W samples, or c W / b with --fraction accumulate.
+    """
+    if batch.per_device_train_batch_size is None:
+        return exact(size)
+    if batch.fraction == "accumulate":
+        return batch.samples_per_pass * world_size / exact(size)
+    return exact(size) * world_size
+
+
+SCHEDULES: dict[str, Callable] = {
+    "constant": open_loop.constant,
+    "linear": open_loop.linear,
+    "steps": open_loop.steps,
+    "ramp": open_loop.ramp,
+    "exponential": open_loop.exponential,
+    "cosine": open_loop.cosine,
+    "seesaw": open_loop.seesaw,
+}

@@ -1,0 +1,82 @@
+"""RunState: all memory of a run outside the model and the optimizer.
+
+A few integers, exact fractions and plain numbers; equal on every process; one small JSON file in a checkpoint. Where
+the next sample comes from, what the schedule saw and how far the learning rate has come follow from it.
+To add one: a field with a default; it is then saved, restored and compared like the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from adaptive.plan import StepPlan
+    from adaptive.signals import Measured
+
+
+@dataclass
+class RunState:
+    """Counters as in the README's vocabulary; `step` counts decisions, `updates` changes of the weights."""
+
+    step: int = 0
+    updates: int = 0
+    samples: int = 0  # consumed, over all processes
+    tokens: int = 0  # supervised items consumed, over all processes
+    input_tokens: int = 0  # tokens that are not padding
+    padding_tokens: int = 0  # positions of the micro-batches that hold nothing
+    seconds: float = 0.0  # wall clock of rank 0, resumes added up
+    world_size: int = 1  # of the first start: the unit of per-device sizes
+    size: float = 0.0  # last target, in the schedule's unit
+    initial_size: float = 0.0  # of decision 1, in the schedule's unit
+    cursor: dict[str, int] = field(default_factory=dict)  # source -> next position
+    carry: dict[str, Fraction] = field(default_factory=dict)  # source -> asked for and not yet run, in [0, 1)
+    skipped: dict[str, int] = field(default_factory=dict)  # reason -> steps
+    skipped_in_a_row: int = 0  # non-finite steps since the last good one
+    signals: dict[str, float | None] = field(default_factory=dict)  # last value of each signal
+    schedule: Any = None  # what the schedule's own state_dict() returned
+
+    @classmethod
+    def fresh(cls, sources: list[str], world_size: int, initial_size: float) -> RunState:
+        """Of a run that has not begun."""
+        zeros = dict.fromkeys(sources, 0)
+        carry = dict.fromkeys(sources, Fraction(0))
+        return cls(world_size=world_size, initial_size=initial_size, size=initial_size, cursor=zeros, carry=carry)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values; fractions as "p/q"."""
+        values = dataclasses.asdict(self)
+        values["carry"] = {source: str(carry) for source, carry in self.carry.items()}
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunState:
+        """Inverse of `to_json`; ValueError names a field this version does not know."""
+        unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"the state has unknown fields {sorted(unknown)}; it was written by another version")
+        carry = {source: Fraction(text) for source, text in values.get("carry", {}).items()}
+        return cls(**(values | {"carry": carry}))
+
+    def counters(self) -> dict[str, float]:
+        """What intervals such as --eval_every are measured in."""
+        return {"step": self.step, "samples": self.samples, "seconds": self.seconds}
+
+    def advance(self, plan: StepPlan, skipped: str | None, measured: Measured | None, decision: dict) -> None:
+        """Count a step that is over; samples are consumed whether or not the weights changed."""
+        self.step += 1
+        self.updates += skipped is None
+        self.samples += plan.size
+        self.cursor, self.carry = plan.cursor, plan.carry
+        self.size, self.schedule = decision["size"], decision["schedule"]
+        self.seconds = measured.seconds if measured else decision["seconds"]
+        if measured:
+            self.tokens += measured.items
+            self.input_tokens += measured.input_tokens
+            self.padding_tokens += measured.padding_tokens
+        if skipped:
+            self.skipped[skipped] = self.skipped.get(skipped, 0) + 1
+        if skipped != "empty":
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped == "nonfinite" else 0

@@ -1,0 +1,141 @@
+"""A task: rows, a model, and the loss of each sample of one pass.
+
+To add one: a class with `load`, `model` and `loss_sum` in any file, --task "my_task.py:MyTask"; or a line in TASKS. The loop
+asks for sums over a sample's supervised items (tokens, or the sample itself), never for means: how they weigh in the
+step's gradient is scaling.py's business, which no task needs to know.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from adaptive.config import BadSetting, Config
+from adaptive.engine import weights_drawn_whole
+from adaptive.schedules import from_file
+
+
+@dataclass
+class Loaded:
+    """What `Task.load` returns; datasets have len() and rows that are dictionaries."""
+
+    train: Any
+    eval: Any = None
+    tokenizer: Any = None
+    fingerprint: str = ""  # of the training data's content
+
+
+class Task:
+    """Defaults for everything but `load`, `model` and `loss_sum`."""
+
+    normalize_by = "samples"  # what weighs equally inside a step, unless --normalize_by says otherwise
+    pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}  # noqa: RUF012 (column -> value of padding)
+
+    def load(self, config: Config) -> Loaded:
+        """Datasets and tokenizer; rank 0 of each machine goes first, so that caches are written once."""
+        raise TypeError(f"{type(self).__name__} has no load(config); see adaptive/tasks/causal_lm.py")
+
+    def model(self, config: Config) -> torch.nn.Module:
+        """The network, after `load`; every process at once, with the same seed."""
+        raise TypeError(f"{type(self).__name__} has no model(config); see adaptive/tasks/causal_lm.py")
+
+    def loss_sum(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(rows,) loss of each sample, summed over its supervised items."""
+        raise TypeError(f"{type(self).__name__} has no loss_sum(model, batch); see adaptive/tasks/causal_lm.py")
+
+    def items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(rows,) int64: supervised items of each sample; by default the sample itself is the only one."""
+        return torch.ones(len(next(iter(batch.values()))), dtype=torch.int64)
+
+    def measure(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """{"loss": (rows,), metric: (rows,)} of an evaluation pass; metrics are averaged over samples."""
+        return {"loss": self.loss_sum(model, batch)}
+
+    def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        """Rows -> tensors (rows, ...); sequences are padded to the longest of the pass."""
+        return {name: _stack([row[name] for row in rows], self.pad.get(name, 0)) for name in rows[0]}
+
+    def token_counts(self, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
+        """(tokens that are not padding, padded positions) of one pass."""
+        if "input_ids" not in batch:
+            return 0, 0
+        positions = batch["input_ids"].numel()
+        inputs = int(batch["attention_mask"].sum()) if "attention_mask" in batch else positions
+        return inputs, positions - inputs
+
+    def signals(self) -> dict[str, float]:
+        """Numbers of the task's own that a schedule may name; equal on all processes."""
+        return {}
+
+
+def load_task(name: str) -> Task:
+    """--task -> Task; BadSetting for an unknown name or file."""
+    found = re.match(r"(.+\.py):(\w+)$", name)
+    if found:
+        return from_file(Path(found[1]), found[2], "--task")()
+    if name not in TASKS:
+        raise BadSetting(f'--task is {name!r}; write one of {", ".join(TASKS)}, or FILE.py:CLASS')
+    module, attribute = TASKS[name].split(":")
+    return getattr(importlib.import_module(module), attribute)()
+
+
+def build_model(auto_class: Any, config: Config, presets: dict[str, dict], **settings: Any) -> torch.nn.Module:
+    """--model_name_or_path -> model: a preset from scratch, or `from_pretrained`; fills in the learning rate.
+
+    `settings` go to the model's config (num_labels, ...).
+    """
+    from transformers import AutoConfig
+
+    name = config.model.model_name_or_path = config.model.model_name_or_path or next(iter(presets))
+    dtype = getattr(torch, config.model.dtype)
+    if name in presets:
+        with weights_drawn_whole():
+            model = auto_class.from_config(AutoConfig.for_model(**presets[name], **settings)).to(dtype)
+    else:
+        code = config.model.trust_remote_code
+        try:
+            model = auto_class.from_pretrained(name, dtype=dtype, trust_remote_code=code, **settings)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise BadSetting(f"--model_name_or_path {name!r} is no preset ({', '.join(presets)}), and could not be "
+                             f"opened as a folder or hub name: {reason}") from None
+    if config.optim.learning_rate is None:
+        config.optim.learning_rate = 3e-3 if name in presets else 5e-5
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def build_tokenizer(config: Config, presets: dict[str, dict]) -> Any:
+    """--tokenizer_name, or the model's own; for a preset ByT5's bytes, which need no vocabulary file."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    name = config.model.tokenizer_name or config.model.model_name_or_path
+    if name is None or name in presets:
+        return ByT5Tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise BadSetting(f"no tokenizer could be opened from {name!r}; write --tokenizer_name: {reason}") from None
+
+
+def _stack(values: list[Any], padding: float) -> torch.Tensor:
+    """Arrays of one length or of several (padded on the right), or scalars -> tensor (rows, ...)."""
+    arrays = [np.asarray(value) for value in values]
+    longest = max((a.shape[0] for a in arrays if a.ndim), default=0)
+    if any(a.ndim and a.shape[0] != longest for a in arrays):
+        arrays = [np.concatenate([a, np.full((longest - len(a), *a.shape[1:]), padding, a.dtype)]) for a in arrays]
+    return torch.from_numpy(np.stack(arrays))
+
+
+TASKS = {
+    "causal_lm": "adaptive.tasks.causal_lm:CausalLM",
+    "classification": "adaptive.tasks.classification:Classification",
+}

@@ -1,0 +1,58 @@
+"""Start real processes: `accelerate launch` of a script with a file of accelerate_configs/, and check how many ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The caller's, without accelerate's variables, which would leak from one launch into another."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+    kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), kept.get("PYTHONPATH", "")])
+    return kept | SETTINGS | more
+
+
+def launch(
+    layout: str, processes: int, script: str | Path, *arguments: str, timeout: float = 300, check: bool = True, **env: str
+) -> subprocess.CompletedProcess:
+    """`accelerate launch --config_file accelerate_configs/LAYOUT.yaml --num_processes N SCRIPT arguments`.
+
+    AssertionError with the end of its output when it fails; TimeoutExpired when it hangs.
+    """
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{layout}.yaml",
+        "--num_processes", str(processes), "--main_process_port", "0", str(script), *map(str, arguments),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False
+    )
+    if check:
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done
+
+
+def run_python(*arguments: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    """`python arguments` in the repository root."""
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def records(folder: Path, kind: str = "train") -> list[dict]:
+    """Lines of metrics.jsonl of one kind."""
+    lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def audits(folder: Path) -> dict[int, list[dict]]:
+    """rank -> its audit lines; which ranks wrote one says how many processes ran."""
+    files = {int(p.stem.removeprefix("rank")): p for p in (folder / "audit").glob("rank*.jsonl")}
+    return {rank: [json.loads(line) for line in p.read_text().splitlines()] for rank, p in sorted(files.items())}

@@ -1,0 +1,190 @@
+"""Train with a batch size that is a scheduled variable.
+
+    accelerate launch train.py                                    # this machine's default: one process, or its GPUs
+    accelerate launch --config_file accelerate_configs/zero2.yaml train.py --batch_size 2.5 --schedule "linear()"
+    python train.py --help                                        # every setting, with its unit
+
+One step, top to bottom in `main`:
+
+    signals --> schedule --> target G --> plan: n, interval, weight --> this process's positions
+       ^        (rank 0 decides, all agree)                                      |
+       |                                                                         v
+     measure <-- optimizer step <-- backward(loss sum * scale) <-- micro-batches <-- rows
+
+The data is an endless line of positions and a step is an interval of it: the schedule only decides where the interval
+ends, and which process computes which position is arithmetic (adaptive/plan.py). What the loss is multiplied by is
+derived in adaptive/scaling.py, what the hardware is stays in adaptive/engine.py, what a sample is in adaptive/tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from adaptive.config import BadSetting, Batch, Config, Every, exit_with, parse_or_exit, save
+
+CONFIG = parse_or_exit() if __name__ == "__main__" else None  # before torch is imported: --help is quick
+
+from adaptive import scaling, signals  # noqa: E402
+from adaptive.checkpoint import Checkpoints  # noqa: E402
+from adaptive.data import Data  # noqa: E402
+from adaptive.engine import Engine  # noqa: E402
+from adaptive.evaluate import evaluate  # noqa: E402
+from adaptive.optim import build_optimizer  # noqa: E402
+from adaptive.plan import Lengths, exact, passes, plan_step  # noqa: E402
+from adaptive.records import Audit, counters, open_folder, train_record  # noqa: E402
+from adaptive.report import Report  # noqa: E402
+from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
+from adaptive.state import RunState  # noqa: E402
+from adaptive.tasks import Task, load_task  # noqa: E402
+
+
+def main(config: Config) -> RunState:
+    """Run what `config` asks for; returns the final state, the same on every process."""
+    schedule = load_schedule(config, set(signals.KNOWN))
+    decay, rule = scaling.parse_decay(config.optim), scaling.parse_rule(config.optim.lr_scaling)
+    task = load_task(config.data.task)
+    eval_every = Every.parse(config.eval.eval_every, "eval_every")
+    save_every = Every.parse(config.output.save_every, "save_every")
+
+    engine = Engine.start(config)
+    folder = Path(engine.from_rank0(lambda: open_folder(config)))
+    with engine.main_first():
+        rows = task.load(config)
+    engine.seed(0, same_everywhere=True)
+    model = task.model(config)
+    engine.prepare(model, build_optimizer(model, config.optim))
+    data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
+
+    lengths = Lengths(data.lengths, exact(config.run.num_train_epochs), config.run.max_samples, config.run.max_steps)
+    checkpoints = Checkpoints(config, engine, rows.fingerprint)
+    state = RunState.fresh(list(data.lengths), engine.world_size, first_size(schedule, config.batch))
+    state = checkpoints.resume(state)
+    schedule.load_state_dict(state.schedule)
+    config.optim.base_batch_size = config.optim.base_batch_size or state.initial_size
+    config.batch.normalize_by = config.batch.normalize_by or task.normalize_by
+    base = global_size(config.optim.base_batch_size, config.batch, state.world_size)
+    warmup = config.optim.warmup_samples or int(config.optim.warmup_ratio * lengths.samples)
+    audit, evaluated, stop = Audit(config, engine.rank), 0, False
+
+    with Report(config, engine.accelerator, lengths.samples, state, checkpoints.run_id) as report:
+        engine.listen()
+        engine.from_rank0(lambda: save(config, folder / "config.yaml"))
+        report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
+        while state.step != config.run.max_steps and not stop:
+            # Decide: rank 0 calls the schedule, every process gets the same exact number.
+            before, factor = state.counters(), decay(lengths.progress(state.cursor, state.samples, state.step))
+            seen = signals.before_step(state, engine.world_size, factor) | task.signals()
+            decision = engine.from_rank0(lambda: decide(schedule, state, seen, config.batch, lengths, engine.seconds()))
+            target = {"train": Fraction(decision["target"])}
+            plan = plan_step(target, state.cursor, state.carry, lengths, config.batch.epoch_end, state.samples)
+            if plan is None:
+                break
+            if config.batch.check_agreement:
+                engine.same_everywhere(f"{plan} {state}", f"the plan of step {state.step + 1}")
+
+            # Gradient: the weighted sum over the step's samples, wherever they are computed.
+            size, weight = scaling.mean_size(plan), scaling.sample_weight(config.batch, plan, engine.world_size)
+            learning_rate = config.optim.learning_rate * factor * rule(float(size / base))
+            learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
+            engine.seed(state.step + 1)
+            own, sources, indices = data.share(plan)
+            measured = gradient(engine, task, own, data.idle_row, plan.size, weight, config.batch) if plan.size else None
+            audit.write(state.step + 1, sources, indices, weight)
+
+            # Step, or not: every process sees the same sums and comes to the same conclusion.
+            skipped = update(engine, measured, learning_rate) if measured else "empty"
+
+            # Learn and tell: counters move once, whatever happened.
+            state.advance(plan, skipped, measured, decision)
+            record = train_record(
+                state, lengths, plan, measured, weight=weight, learning_rate=learning_rate, skipped=skipped,
+                micro_batch_size=config.batch.micro_batch_size,
+                passes=passes(plan.size, engine.world_size, config.batch.micro_batch_size),
+            )  # fmt: skip
+            signals.after_step(state, record, state.seconds - before["seconds"])
+            report.train(record)
+            if state.skipped_in_a_row > config.optim.max_skipped:
+                raise RuntimeError(f"{state.skipped_in_a_row} non-finite steps in a row; a lower --learning_rate or a "
+                                   "longer --warmup_samples may help, --max_skipped allows more")  # fmt: skip
+            stop = measured is not None and measured.stop
+            if eval_every.due(before, state.counters()) and not stop:
+                evaluated = state.step
+                stop = not tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
+            if save_every.due(before, state.counters()) or stop:
+                checkpoints.save(state, report)
+
+        if stop:
+            return leave_word(config, state, report)
+        if not state.updates:
+            raise BadSetting(f"the run ended after {state.step} steps without one update: its data is less than one "
+                             "step; write a smaller --batch_size, or --epoch_end keep")  # fmt: skip
+        if evaluated != state.step:
+            tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
+        checkpoints.save(state, report)
+        engine.save_model(folder / "model", rows.tokenizer)
+    return state
+
+
+def gradient(engine: Engine, task: Task, rows: list, idle_row: Callable, size: int, weight: float, batch: Batch):
+    """Forward and backward of every pass of one step; leaves sum_i w_i grad l_i (scaling.py, eq. 1) in the engine.
+
+    Every process runs the same number of passes; one without samples left runs a row with weight 0. Returns Measured.
+    """
+    micro, by_tokens = batch.micro_batch_size, batch.normalize_by == "tokens"
+    starts = range(0, passes(size, engine.world_size, micro) * micro, micro)
+    batches = [task.collate(rows[at : at + micro] or [idle_row()]) for at in starts]
+    items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
+    tokens = sum(int(count.sum()) for count in items)
+    weighing = tokens if by_tokens else sum(int((count > 0).sum()) for count in items)
+    all_tokens = engine.sum_integers([tokens])[0] if by_tokens else None
+    scale = scaling.loss_scale(weight, size, engine.world_size, all_tokens)
+
+    total = 0.0
+    for at, passed, count in zip(starts, batches, items, strict=True):
+        with engine.pass_(last=at == starts[-1]):
+            losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over supervised items
+            if not by_tokens:
+                losses = losses / count.clamp(min=1).to(losses.device)
+            loss = losses.sum()
+            engine.backward(loss * (scale if at < len(rows) else 0.0))
+        total = total + loss.detach().double() * (at < len(rows))
+
+    padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]
+    return signals.Measured.reduce(engine, total, weighing, tokens, padding)
+
+
+def update(engine: Engine, measured: signals.Measured, learning_rate: float) -> str | None:
+    """Step the optimizer unless the step has nothing to learn from; None, or the reason why not."""
+    if not measured.items or not measured.finite:
+        engine.discard()
+        return "unsupervised" if not measured.items else "overflow" if engine.scales_loss else "nonfinite"
+    engine.set_learning_rate(learning_rate)
+    return None if engine.update(measured.grad_norm) else "overflow"
+
+
+def tell_evaluation(engine, task, dataset, config, state, lengths, report) -> bool:
+    """Evaluate, remember `eval_loss` as a signal, write the record; False when a signal cut it off."""
+    if dataset is None:
+        return True
+    means = evaluate(engine, task, dataset, config.eval.per_device_eval_batch_size, config.batch.normalize_by)
+    if means is not None:
+        state.signals["eval_loss"] = means["eval_loss"]
+        report.eval({"kind": "eval", **counters(state, lengths), **means})
+    return means is not None
+
+
+def leave_word(config: Config, state: RunState, report: Report) -> RunState:
+    """Say how to go on after a signal."""
+    report.say(f"stopped by a signal after step {state.step} and saved; go on with: accelerate launch ... train.py "
+               f"--config {config.run.output_dir}/config.yaml --resume_from_checkpoint auto")  # fmt: skip
+    return state
+
+
+if __name__ == "__main__":
+    try:
+        main(CONFIG)
+        Engine.leave()
+    except BadSetting as error:
+        exit_with(error)
