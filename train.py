@@ -105,6 +105,7 @@ def main(config: Config) -> RunState:
             )  # fmt: skip
             signals.after_step(state, record, state.seconds - before["seconds"])
             report.train(record)
+            report.once(decision["clamped"])
             if state.skipped_in_a_row > config.optim.max_skipped:
                 raise RuntimeError(f"{state.skipped_in_a_row} non-finite steps in a row; a lower --learning_rate or a "
                                    "longer --warmup_samples may help, --max_skipped allows more")  # fmt: skip

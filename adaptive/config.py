@@ -41,7 +41,7 @@ class Model:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory (yes/no)."""
     trust_remote_code: bool = False
-    """Run the Python code that a hub model or dataset brings along (yes/no)."""
+    """Run the Python code that a hub model brings along (yes/no)."""
 
 
 @dataclass

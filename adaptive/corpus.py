@@ -113,7 +113,7 @@ def _splits(name: str, config_name: str | None, share: float) -> dict[str, datas
     except Exception as error:  # the libraries below raise a dozen unrelated classes for bad names and files
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         if local and NO_ROWS.fullmatch(reason):
-            raise BadSetting(f"dataset {name} has no rows, at least in one split; write one that has") from None
+            raise BadSetting(f"dataset {name} has no rows in some split; write one that has") from None
         problem = "could not be read" if local else "is no local path and could not be had from the hub"
         raise BadSetting(f"dataset {name} {problem} ({reason}); write {ACCEPTED}") from error
     return dict(loaded) if isinstance(loaded, dict) else {"train": loaded}

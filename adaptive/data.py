@@ -8,6 +8,7 @@ To add a dataset: --dataset_name with a name, a folder or a file (corpus.py).
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections import deque
@@ -118,10 +119,47 @@ class _Positions(torch.utils.data.Dataset):
 
 
 def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
-    """Rows of `dataset` at `indices` (k,): one __getitems__ where the dataset has it (2 to 20 times faster)."""
-    if hasattr(dataset, "__getitems__"):
-        return dataset.__getitems__(indices.tolist())
-    return [dataset[i] for i in indices.tolist()]
+    """Rows of `dataset` at `indices` (k,): one look-up where the dataset has it (2 to 20 times faster than k)."""
+    if not hasattr(dataset, "__getitems__"):
+        return [dataset[i] for i in indices.tolist()]
+    if hasattr(dataset, "with_format") and (tables := _tables(dataset)) is not None:
+        table = tables[indices.tolist()]
+        columns = [_arrays(column) for column in table.columns]
+        if None not in columns:
+            names = table.column_names
+            return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    return dataset.__getitems__(indices.tolist())
+
+
+@functools.lru_cache(maxsize=8)  # the training and validation data of a few sources
+def _tables(dataset: Any) -> Any:
+    """`dataset` as Arrow tables if it is of `datasets`, gives NumPy arrays and holds integers and lists of them.
+
+    Its own rows are the same; making them takes several times longer. None where they would not be the same.
+    """
+    import pyarrow.types as kinds
+
+    form = getattr(dataset, "format", None)
+    if not isinstance(form, dict) or form["type"] != "numpy" or form["format_kwargs"]:
+        return None
+    for name in form["columns"]:
+        kind = dataset.features.arrow_schema.field(name).type
+        if not kinds.is_integer(kind.value_type if kinds.is_list(kind) else kind):
+            return None
+    return dataset.with_format("arrow", form["columns"])
+
+
+def _arrays(column: Any) -> list | None:
+    """An Arrow column (k,) as datasets' NumPy format has it, int64 throughout; None where a value is missing."""
+    array = column.combine_chunks()
+    values = array.flatten() if hasattr(array, "offsets") else array
+    if array.null_count or values.null_count:
+        return None
+    numbers = values.to_numpy().astype(np.int64, copy=True)  # its own memory, and writable
+    if values is array:
+        return list(numbers)
+    ends = (array.offsets.to_numpy()[1:] - array.offsets[0].as_py()).tolist()
+    return [numbers[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def _alone(worker: int) -> None:

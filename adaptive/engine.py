@@ -152,7 +152,8 @@ class Engine:
         """
         text = f"{self.config.run.seed} {'all' if same_everywhere else self.rank} {step}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-        torch.manual_seed(number)
+        # Without devices only the CPU's: torch.manual_seed formats the call stack for those that may be opened later.
+        (torch.default_generator if self.device.type == "cpu" else torch).manual_seed(number)
         random.seed(number)
         np.random.seed(number & 0xFFFFFFFF)
 

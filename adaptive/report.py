@@ -4,8 +4,7 @@ metrics.jsonl has every decision as it was. Console and trackers follow --log_ev
 throughput are means since the line before, every other number is the last step's. Only rank 0 tells; the
 others open and import nothing, and nothing here communicates between processes. What fails is said once and
 switched off.
-To add one: a tracker is a line of TRACKERS, a function that returns a started accelerate `GeneralTracker`; a
-column of the console is a line of COLUMNS.
+To add one: a tracker in trackers.py, a column in console.py.
 """
 
 from __future__ import annotations
@@ -16,18 +15,14 @@ import json
 import math
 import numbers
 import os
-import shlex
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from adaptive.config import BadSetting, Config, Every
-
-COUNTERS = ("step", "updates", "samples", "tokens", "seconds")
-HEADER_EVERY = 20  # lines
-REFRESH_SECONDS = 0.25
+from adaptive.console import COLUMNS, HEADER_EVERY, Screen, show
+from adaptive.trackers import COUNTERS, TRACKERS
 
 
 def _plain(value: Any) -> Any:
@@ -41,37 +36,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if math.isfinite(value) else None
-
-
-def _show(value: float | None, spec: str = "") -> str:
-    return "-" if value is None else format(value, spec)
-
-
-def _clock(seconds: float | None) -> str:
-    """Time left: 59:59, 23:59:59, then 2d 03h."""
-    if seconds is None:
-        return "-"
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24:02}h"
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
-
-
-# Heading, width with its space before it, text: 80 together, so that the usual terminal does not wrap them.
-COLUMNS = (
-    ("step", 6, lambda r: _show(r["step"])),
-    ("asked", 7, lambda r: _show(r.get("target_batch_size"), ".5g")),
-    ("run", 6, lambda r: _show(r.get("batch_size"))),
-    ("passes", 7, lambda r: f"{_show(r.get('passes'))}x{_show(r.get('micro_batch_size'))}"),
-    ("cover", 6, lambda r: _show(r.get("train_coverage"), ".1%").replace("100.0", "100")),
-    ("epoch", 6, lambda r: _show(r.get("epoch"), ".2f")),
-    ("loss", 8, lambda r: _show(r.get("loss"), ".4f")),
-    ("lr", 8, lambda r: _show(r.get("learning_rate"), ".2e").replace("e-0", "e-")),
-    ("norm", 8, lambda r: _show(r.get("grad_norm"), ".3g")),
-    ("samples/s", 10, lambda r: _show(r.get("samples_per_second"), ".1f")),
-    ("left", 8, lambda r: _clock(r.get("seconds_left"))),
-)
 
 
 class Window:
@@ -99,142 +63,6 @@ class Window:
         return means
 
 
-class Screen:
-    """Lines on stdout; on a terminal a progress bar below them, elsewhere no control character."""
-
-    def __init__(self, guard: Any, total_samples: int | None) -> None:
-        self.guard, self.total_samples = guard, total_samples
-        self.progress: Any = None
-        self.works, self.drawn = True, 0.0
-
-    def start(self) -> None:
-        """Draw the bar, if stdout is a terminal that can."""
-        if not sys.stdout.isatty() or os.environ.get("TERM", "dumb") in ("dumb", "unknown"):
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        if os.environ.get("COLUMNS") == "0":
-            del os.environ["COLUMNS"]  # rich would believe it
-        # No refresh thread: a data worker forked while it holds rich's lock would wait for it forever.
-        # Redirected, stderr would end in stdout: only where both are the terminal.
-        self.progress = Progress(
-            BarColumn(20), TextColumn("{task.description}", markup=False),
-            console=Console(force_terminal=True), auto_refresh=False, transient=True,
-            redirect_stderr=sys.stderr.isatty(),
-        )  # fmt: skip
-        self.progress.add_task("", total=self.total_samples)
-        self.progress.start()
-
-    def line(self, text: str, style: str = "") -> None:
-        """One line, never wrapped by us."""
-        with self.guard("progress bar", self.stop):
-            if self.progress is not None:
-                from rich.text import Text
-
-                # As print's own argument the style would colour the bar too.
-                self.progress.console.print(Text(text, style=style), soft_wrap=True)
-                return
-        with self.guard("console", self._mute):
-            if self.works:
-                encoding = sys.stdout.encoding or "utf-8"
-                print(text.encode(encoding, "replace").decode(encoding), flush=True)
-
-    def move(self, record: dict[str, Any], seconds_left: float | None) -> None:
-        """The bar, at most every REFRESH_SECONDS."""
-        if self.progress is None or time.monotonic() - self.drawn < REFRESH_SECONDS:
-            return
-        with self.guard("progress bar", self.stop):
-            self.drawn = time.monotonic()
-            total = f"/{self.total_samples:,}" if self.total_samples else ""
-            text = f"{record['samples']:,}{total} samples  epoch {_show(record.get('epoch'), '.2f')}"
-            text += f"  covered {_show(record.get('train_coverage'), '.1%')}  left {_clock(seconds_left)}"
-            self.progress.update(self.progress.task_ids[0], completed=record["samples"], description=text)
-            self.progress.refresh()
-
-    def stop(self) -> None:
-        """Leave the terminal as it was; lines go on without a bar."""
-        progress, self.progress = self.progress, None
-        if progress is not None:
-            with self.guard("progress bar"):
-                progress.stop()
-
-    def _mute(self) -> None:
-        """Nobody reads stdout now; Python's flush at exit would fail too, and change the exit status."""
-        self.works = False
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def wandb_mode(wandb: Any) -> str | None:
-    """None where WANDB_MODE decides, else what `wandb offline` wrote, else "offline" without a key."""
-    settings = wandb.setup(wandb.Settings(silent=True)).settings
-    if os.environ.get("WANDB_MODE"):
-        return None
-    if settings.mode != "online" or os.environ.get("WANDB_API_KEY"):
-        return settings.mode
-    try:  # W&B's own search (environment, netrc, settings file), without its prompt
-        from wandb.sdk.lib.wbauth import authenticate_session
-
-        how = {"source": "train.py", "prompt": False, "update_session": False}
-        key = authenticate_session(host=settings.base_url, **how)
-    except ImportError:  # not public: another version may have moved it
-        key = settings.api_key
-    return "online" if key else "offline"
-
-
-def start_wandb(report: Report) -> Any:
-    """W&B without its own output.
-
-    No step is given to it: it drops what is not rising, as after a resume. "step" is an ordinary metric and
-    the x axis of every curve; samples, tokens and seconds can be chosen instead.
-    """
-    import wandb
-    from accelerate.tracking import WandBTracker
-
-    output, run_id = report.config.output, report.wandb_run_id
-    settings = wandb.Settings(
-        silent=True, console="off", allow_val_change=True,
-        finish_timeout=report.finish_seconds, finish_timeout_raises=True,
-    )  # fmt: skip
-    tracker = WandBTracker(
-        output.project_name, name=output.run_name or report.folder.name, dir=str(report.folder),
-        id=run_id, resume="allow" if run_id else None, mode=wandb_mode(wandb),
-        config=report.config.flat(), settings=settings,
-    )  # fmt: skip
-    try:
-        tracker.start()
-    except Exception as error:
-        if tracker.init_kwargs["mode"] == "offline":
-            raise
-        told = " ".join(str(error).split())
-        report.warn(f"wandb cannot log in or reach its server ({told}); recording offline")
-        tracker.init_kwargs["mode"] = "offline"
-        tracker.start()
-    for name in COUNTERS:
-        tracker.run.define_metric(name)
-    tracker.run.define_metric("*", step_metric="step")
-    report.wandb_run_id = tracker.run.id
-    if not tracker.run.disabled:
-        report.sync_line = f"wandb sync {shlex.quote(str(Path(tracker.run.dir).parent))}"
-    if not tracker.run.offline and tracker.run.url:  # silent keeps it back
-        report.say(f"wandb    {tracker.run.url}")
-    return tracker
-
-
-def start_tensorboard(report: Report) -> Any:
-    from accelerate.tracking import TensorBoardTracker
-
-    tracker = TensorBoardTracker("tensorboard", report.folder)
-    tracker.start()
-    settings = "\n".join(f"    {name}: {value}" for name, value in report.config.flat().items())
-    tracker.writer.add_text("config", settings)  # store_init_configuration takes no lists, opens a second run
-    return tracker
-
-
-TRACKERS = {"wandb": start_wandb, "tensorboard": start_tensorboard}
-
-
 class Report:
     """What a run tells, from rank 0; a context manager that closes the display before a traceback is printed.
 
@@ -256,6 +84,7 @@ class Report:
         self.start = {name: getattr(state, name, 0) for name in COUNTERS}
         self.last: dict[str, Any] = self.start
         self.window = Window("samples" if config.batch.normalize_by == "samples" else "tokens", self.start)
+        self.told: set[str] = set()  # notices that come once
         self.trackers: list[Any] = []  # accelerate's GeneralTracker: name, tracker, log, finish
         self.file: Any = None
         self.screen = Screen(self._guard, total_samples)
@@ -292,6 +121,12 @@ class Report:
         if self.is_main:
             self.screen.line(line)
 
+    def once(self, line: str | None) -> None:
+        """A notice, the first time only; None is nothing."""
+        if line and line not in self.told:
+            self.told.add(line)
+            self.say(line)
+
     def warn(self, line: str) -> None:
         """One warning, on stderr."""
         if self.is_main:
@@ -323,7 +158,7 @@ class Report:
             self._write(record)
             self._remember(record)
             values = {name: value for name, value in record.items() if name.startswith("eval_")}
-            told = [f"{k} {_show(v, '.4f' if isinstance(v, float) else '')}" for k, v in values.items()]
+            told = [f"{k} {show(v, '.4f' if isinstance(v, float) else '')}" for k, v in values.items()]
             self.screen.line("  ".join(["eval", f"step {record['step']}", *told]), "green")
             self._track(record)
 

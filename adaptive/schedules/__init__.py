@@ -207,7 +207,7 @@ def decide(
         if batch.fraction == "participate":
             size = float(target / global_size(1.0, batch, state.world_size))
     if clamped:
-        clamped = f"step {step}: the size is held at {float(target):g} samples by {clamped}"
+        clamped = f"the schedule asks for more than {float(target):g} samples, which is held at {clamped}"
     return {
         "size": size,
         "target": str(target),

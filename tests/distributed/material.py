@@ -7,7 +7,7 @@ import numpy as np
 from transformers import AutoModelForCausalLM
 
 from adaptive.tasks import Loaded, build_model
-from adaptive.tasks.causal_lm import CausalLM
+from adaptive.tasks.causal_lm import PRESETS, CausalLM
 
 ROWS = 367  # prime
 GPT2 = {"gpt2-tiny": {"model_type": "gpt2", "vocab_size": 259, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
@@ -28,8 +28,11 @@ class Uneven(CausalLM):
         return Loaded(train=rows, eval=rows[:31])
 
     def model(self, config):
-        """GPT-2, which stays in fp64 throughout (Llama's norm computes in fp32 whatever its parameters are)."""
-        return build_model(AutoModelForCausalLM, config, GPT2)
+        """In fp64 GPT-2, which stays there throughout (Llama's norm computes in fp32 whatever its parameters are).
+
+        In fp32 Llama: GPT-2's key biases have a gradient of zero, whose rounding AdamW blows up to whole steps.
+        """
+        return build_model(AutoModelForCausalLM, config, GPT2 if config.model.dtype == "float64" else PRESETS)
 
 
 def wild(step, current_size):

@@ -1,0 +1,68 @@
+"""Template and a plain loop in one process, in turns: train.main(config) -> seconds of each step of both.
+
+The real `train.main` runs from start to end. After every block of its steps, where it has just told about a step, the
+plain loop runs a block of its own; both thus see the same machine, whatever else runs on it. Shared by the benchmarks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout, uninstalled
+
+import torch  # noqa: E402
+
+import train  # noqa: E402
+from adaptive.config import parse  # noqa: E402
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+IS_MAIN = os.environ.get("RANK", "0") == "0"
+
+
+def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int) -> tuple[list, list]:
+    """(template, plain), each n_blocks lists of seconds per step; a first pair and each block's first step are left out.
+
+    `flags` of train.py; `plain_step()` is called for one step of the other loop. Collective.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as accelerate_configs/cpu*.yaml do
+    template, plain, block, clock = [], [], [], time.perf_counter
+    told, since = train.Report.train, [clock()]
+
+    def tell(report, record):
+        told(report, record)
+        block.append(clock() - since[0])
+        if len(block) == block_steps:
+            template.append(block[1:])
+            block.clear()
+            plain.append(_timed(plain_step, block_steps)[1:])
+        since[0] = clock()
+
+    folder = tempfile.mkdtemp()
+    settings = ["--max_steps", str((n_blocks + 1) * block_steps), "--output_dir", folder, "--report_to", "none",
+                "--schedule", "constant()", "--eval_every", "never", "--save_every", "never"]  # fmt: skip
+    train.Report.train = tell
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train.main(parse(settings + flags + sys.argv[1:]))
+    finally:
+        train.Report.train = told
+        shutil.rmtree(folder, ignore_errors=True)
+    assert len(template) == n_blocks + 1, "the run was shorter than its blocks: more epochs are needed"
+    return template[1:], plain[1:]
+
+
+def _timed(step: Callable, n: int) -> list[float]:
+    seconds = []
+    for _ in range(n):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
