@@ -119,8 +119,9 @@ def main(config: Config) -> RunState:
         if stop:
             return leave_word(config, state, report)
         if not state.updates:
-            raise BadSetting(f"the run ended after {state.step} steps without one update: its data is less than one "
-                             "step; write a smaller --batch_size, or --epoch_end keep")  # fmt: skip
+            why = f"skipped: {state.skipped}" if state.skipped else "its data is less than one step"
+            raise BadSetting(f"the run ended after {state.step} steps without one update ({why}); look at the data, or "
+                             "write another --batch_size, --max_steps or --epoch_end keep")  # fmt: skip
         if evaluated != state.step:
             tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
         checkpoints.save(state, report)
@@ -159,15 +160,16 @@ def gradient(engine: Engine, task: Task, rows: list, idle_row: Callable, size: i
 def update(engine: Engine, measured: signals.Measured, learning_rate: float) -> str | None:
     """Step the optimizer unless the step has nothing to learn from; None, or the reason why not."""
     if not measured.items or not measured.finite:
-        engine.discard()
-        return "unsupervised" if not measured.items else "overflow" if engine.scales_loss else "nonfinite"
+        overflow = engine.scales_loss and measured.loss is not None  # the loss is sound: its scale was too large
+        engine.discard(overflow)
+        return "unsupervised" if not measured.items else "overflow" if overflow else "nonfinite"
     engine.set_learning_rate(learning_rate)
     return None if engine.update(measured.grad_norm) else "overflow"
 
 
 def tell_evaluation(engine, task, dataset, config, state, lengths, report) -> bool:
     """Evaluate, remember `eval_loss` as a signal, write the record; False when a signal cut it off."""
-    if dataset is None:
+    if dataset is None or not len(dataset):
         return True
     means = evaluate(engine, task, dataset, config.eval.per_device_eval_batch_size, config.batch.normalize_by)
     if means is not None:

@@ -242,6 +242,14 @@ INSTEAD = {
     "epochs": "--num_train_epochs",
     "train_batch_size": "--batch_size",
 }
+ABOVE_ZERO = {
+    "batch_size", "per_device_train_batch_size", "max_batch_size", "base_batch_size", "micro_batch_size",
+    "samples_per_pass", "num_train_epochs", "max_samples", "sequence_length", "per_device_eval_batch_size", "keep_last",
+}  # fmt: skip
+AT_LEAST_ZERO = {
+    "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped", "warmup_samples",
+    "warmup_ratio", "seed",
+}  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
 UNITS = {"step": 1, "sample": 1, "minute": 60}
 
@@ -303,35 +311,13 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def check(config: Config) -> Config:
     """Refuse what no run can mean, fill in what follows from other settings."""
-    batch, optim, run, data = config.batch, config.optim, config.run, config.data
-    if batch.batch_size is not None and batch.per_device_train_batch_size is not None:
-        raise BadSetting("--batch_size and --per_device_train_batch_size are both given; write one of them")
-    if batch.fraction == "accumulate":
-        if batch.per_device_train_batch_size is None:
-            raise BadSetting("--fraction accumulate needs --per_device_train_batch_size, the share of an update "
-                             "that one pass is; --batch_size has no such reading")
-        if batch.per_device_train_batch_size > 1:
-            raise BadSetting(f"--fraction accumulate with --per_device_train_batch_size "
-                             f"{batch.per_device_train_batch_size:g}; write a share of at most 1, or --fraction participate")
-    positive = {
-        "batch_size": batch.batch_size, "per_device_train_batch_size": batch.per_device_train_batch_size,
-        "max_batch_size": batch.max_batch_size, "base_batch_size": optim.base_batch_size,
-        "micro_batch_size": batch.micro_batch_size, "samples_per_pass": batch.samples_per_pass,
-        "num_train_epochs": run.num_train_epochs, "max_samples": run.max_samples,
-        "sequence_length": data.sequence_length, "keep_last": config.output.keep_last,
-        "per_device_eval_batch_size": config.eval.per_device_eval_batch_size,
-    }  # fmt: skip
-    for name, value in positive.items():
-        if value is not None and not 0 < value < float("inf"):
+    optim, run, data, settings = config.optim, config.run, config.data, config.flat()
+    for name, value in settings.items():
+        if name in ABOVE_ZERO and value is not None and not 0 < value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write a number above 0")
-    at_least_zero = {
-        "dataloader_num_workers": data.dataloader_num_workers, "max_grad_norm": optim.max_grad_norm,
-        "weight_decay": optim.weight_decay, "learning_rate": optim.learning_rate, "max_skipped": optim.max_skipped,
-        "warmup_samples": optim.warmup_samples, "warmup_ratio": optim.warmup_ratio, "seed": run.seed,
-    }  # fmt: skip
-    for name, value in at_least_zero.items():
-        if value is not None and not 0 <= value < float("inf"):
+        if name in AT_LEAST_ZERO and value is not None and not 0 <= value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write 0 or more")
+    _check_batch(config.batch)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data")
     if not 0 < data.eval_share < 1:
@@ -346,7 +332,7 @@ def check(config: Config) -> Config:
     if unknown:
         raise BadSetting(f"--report_to has {sorted(unknown)[0]!r}; write wandb, tensorboard or none")
     for flag in ("eval_every", "log_every", "save_every"):
-        Every.parse(config.flat()[flag], flag)
+        Every.parse(settings[flag], flag)
     if run.resume_from_checkpoint and not run.output_dir:
         if run.resume_from_checkpoint == "auto":
             raise BadSetting("--resume_from_checkpoint auto needs the run's folder; write --output_dir RUN, or "
@@ -357,6 +343,18 @@ def check(config: Config) -> Config:
     return config
 
 
+def _check_batch(batch: Batch) -> None:
+    share = batch.per_device_train_batch_size
+    if batch.batch_size is not None and share is not None:
+        raise BadSetting("--batch_size and --per_device_train_batch_size are both given; write one of them")
+    if batch.fraction == "accumulate" and share is None:
+        raise BadSetting("--fraction accumulate needs --per_device_train_batch_size, the share of an update "
+                         "that one pass is; --batch_size has no such reading")
+    if batch.fraction == "accumulate" and share > 1:
+        raise BadSetting(f"--fraction accumulate with --per_device_train_batch_size {share:g}; "
+                         "write a share of at most 1, or --fraction participate")
+
+
 def save(config: Config, path: Path) -> None:
     """Write every resolved setting; `--config PATH` reads it back."""
     path.write_text(yaml.safe_dump(config.flat(), sort_keys=False))
@@ -365,6 +363,7 @@ def save(config: Config, path: Path) -> None:
 def _recipe_arguments(argv: list[str]) -> list[str]:
     """Take "--config FILE" out of argv and return FILE's settings as arguments."""
     arguments: list[str] = []
+    argv[:] = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     while "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
@@ -375,7 +374,7 @@ def _recipe_arguments(argv: list[str]) -> list[str]:
             settings = yaml.safe_load(path.read_text()) or {}
         except OSError as error:
             raise BadSetting(f"--config {path}: {error.strerror}; write the path of a YAML file") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise BadSetting(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(settings, dict):
             raise BadSetting(f"--config {path} holds no settings; write lines such as 'batch_size: 8'")

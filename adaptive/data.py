@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from adaptive.config import Config
+from adaptive.config import BadSetting, Config
 from adaptive.order import Order
 from adaptive.plan import StepPlan, share
 
 READ_AHEAD = 16  # samples a worker fetches at once
+AT_ONCE = 256  # positions whose indices are computed at once: they cost little more than one
 
 
 class Source:
@@ -33,7 +34,10 @@ class Source:
         """`dataset` has len() and [index] or __getitems__([index]); rows are dictionaries."""
         self.name, self.dataset, self.workers = name, dataset, workers
         self.rank, self.world_size = rank, world_size
+        if not len(dataset):
+            raise BadSetting(f"the training data {name!r} has no rows; write a --dataset_name or --task that has some")
         self.order = Order(seed, name, len(dataset))
+        self._kept_from, self._kept = 0, np.empty(0, dtype=np.int64)  # indices at positions _kept_from, + W, + 2 W, ...
         self._stream: Iterator[tuple[int, dict]] | None = None
         self._next = -1  # position the stream yields next
         self._buffer: deque[tuple[int, dict]] = deque()
@@ -42,10 +46,20 @@ class Source:
         """(rows, their indices) at this rank's `positions` (k,), in their order, with one fetch."""
         if not len(positions):
             return [], []
-        indices = self.order.indices(positions)
+        indices = self._indices(positions)
         if not self.workers:
             return fetch(self.dataset, indices), indices.tolist()
         return [self._read(int(position)) for position in positions], indices.tolist()
+
+    def _indices(self, positions: np.ndarray) -> np.ndarray:
+        """`order.indices` (k,): those of the next AT_ONCE positions of this rank are computed together and kept."""
+        first, n = int(positions[0]), len(positions)
+        assert positions[-1] - first == (n - 1) * self.world_size, "a rank's positions are W apart"
+        at, off = divmod(first - self._kept_from, self.world_size)
+        if off or at < 0 or at + n > len(self._kept):
+            ahead = first + self.world_size * np.arange(max(n, AT_ONCE))
+            self._kept_from, self._kept, at = first, self.order.indices(ahead), 0
+        return self._kept[at : at + n]
 
     def _read(self, position: int) -> dict:
         """The row from the workers' stream; positions that were skipped (a discarded rest) are thrown away."""
@@ -120,46 +134,54 @@ class _Positions(torch.utils.data.Dataset):
 
 def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
     """Rows of `dataset` at `indices` (k,): one look-up where the dataset has it (2 to 20 times faster than k)."""
-    if not hasattr(dataset, "__getitems__"):
-        return [dataset[i] for i in indices.tolist()]
-    if hasattr(dataset, "with_format") and (tables := _tables(dataset)) is not None:
-        table = tables[indices.tolist()]
-        columns = [_arrays(column) for column in table.columns]
-        if None not in columns:
-            names = table.column_names
-            return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-    return dataset.__getitems__(indices.tolist())
+    columns = _columns(dataset) if hasattr(dataset, "with_format") else None
+    if columns is not None:
+        values = [column.at(indices) for column in columns.values()]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices.tolist())
+    return [dataset[i] for i in indices.tolist()]
+
+
+class _Column:
+    """Integers, or lists of them, of an Arrow column: the rows that datasets' NumPy format gives, several times faster.
+
+    Views of the table, which lies in a file as a rule: needs no memory of its own.
+    """
+
+    def __init__(self, column: Any):
+        chunks = [chunk for chunk in column.chunks if len(chunk)]
+        self.starts = np.cumsum([0] + [len(chunk) for chunk in chunks[:-1]])  # row number of each chunk's first
+        self.is_list = hasattr(column.type, "value_type")
+        self.values = [(chunk.values if self.is_list else chunk).to_numpy() for chunk in chunks]
+        self.bounds = [chunk.offsets.to_numpy() if self.is_list else None for chunk in chunks]  # of each row's list
+
+    def at(self, indices: np.ndarray) -> list:
+        """(k,) int64 arrays, or numbers, of their own memory."""
+        chunks = self.starts.searchsorted(indices, "right") - 1
+        places = zip(chunks.tolist(), (indices - self.starts[chunks]).tolist(), strict=True)
+        if not self.is_list:
+            return [np.int64(self.values[chunk][row]) for chunk, row in places]
+        values, bounds = self.values, self.bounds
+        return [values[chunk][bounds[chunk][row] : bounds[chunk][row + 1]].astype(np.int64) for chunk, row in places]
 
 
 @functools.lru_cache(maxsize=8)  # the training and validation data of a few sources
-def _tables(dataset: Any) -> Any:
-    """`dataset` as Arrow tables if it is of `datasets`, gives NumPy arrays and holds integers and lists of them.
-
-    Its own rows are the same; making them takes several times longer. None where they would not be the same.
-    """
+def _columns(dataset: Any) -> dict[str, _Column] | None:
+    """Those of a Dataset of `datasets` in NumPy format that holds integers and lists of them and no None, else None."""
     import pyarrow.types as kinds
 
     form = getattr(dataset, "format", None)
-    if not isinstance(form, dict) or form["type"] != "numpy" or form["format_kwargs"]:
+    rows_chosen = getattr(dataset, "_indices", True)  # by select or shuffle: not the table's own rows
+    if not isinstance(form, dict) or form["type"] != "numpy" or form["format_kwargs"] or rows_chosen is not None:
         return None
-    for name in form["columns"]:
-        kind = dataset.features.arrow_schema.field(name).type
-        if not kinds.is_integer(kind.value_type if kinds.is_list(kind) else kind):
+    columns = {name: dataset.data.column(name) for name in form["columns"]}
+    for column in columns.values():
+        is_list = kinds.is_list(column.type)
+        has_none = column.null_count or (is_list and any(chunk.values.null_count for chunk in column.chunks))
+        if has_none or not kinds.is_integer(column.type.value_type if is_list else column.type):
             return None
-    return dataset.with_format("arrow", form["columns"])
-
-
-def _arrays(column: Any) -> list | None:
-    """An Arrow column (k,) as datasets' NumPy format has it, int64 throughout; None where a value is missing."""
-    array = column.combine_chunks()
-    values = array.flatten() if hasattr(array, "offsets") else array
-    if array.null_count or values.null_count:
-        return None
-    numbers = values.to_numpy().astype(np.int64, copy=True)  # its own memory, and writable
-    if values is array:
-        return list(numbers)
-    ends = (array.offsets.to_numpy()[1:] - array.offsets[0].as_py()).tolist()
-    return [numbers[start:stop] for start, stop in zip([0, *ends], ends, strict=False)]
+    return {name: _Column(column) for name, column in columns.items()}
 
 
 def _alone(worker: int) -> None:

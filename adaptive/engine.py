@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 
 from adaptive.config import BadSetting, Config
 
-MESSAGE_BYTES = 16_384  # one broadcast carries a decision; a longer one (an error text) is cut
+MESSAGE_BYTES = 16_384  # of the first broadcast, which carries a decision; what is longer takes a second one
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 
 
@@ -50,18 +51,19 @@ class Engine:
     def start(cls, config: Config) -> Engine:
         """The engine that `accelerate launch` asked for."""
         check_device_masks(os.environ)
+        if not gpu():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else whatever imports DeepSpeed warns that it is so
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         return (DeepSpeedEngine if deepspeed else cls)(config)
 
     def __init__(self, config: Config):
         self.config = config
-        gpu = torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
         plain = type(self) is Engine
-        group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | ({} if gpu or plain else {"backend": "gloo"})
+        group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | ({} if gpu() or plain else {"backend": "gloo"})
         precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.fp16 else None
         try:
             self.accelerator = Accelerator(
-                cpu=not gpu and plain,  # cpu=True would turn DeepSpeed off
+                cpu=not gpu() and plain,  # cpu=True would turn DeepSpeed off
                 mixed_precision=precision,
                 # num_steps by plugin: a number in the YAML or the environment must not scale the loss a second time
                 gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
@@ -87,26 +89,40 @@ class Engine:
 
     def from_rank0(self, decide: Callable[[], Any]) -> Any:
         """What `decide()` returns on rank 0 (JSON), on every rank; an exception there is raised everywhere."""
-        answer, error = None, None
+        if self.world_size == 1:
+            return decide()
+        text, error = b"", None
         if self.rank == 0:
             try:
-                answer = decide()
-            except BadSetting as bad:
-                error = bad
-        if self.world_size == 1:
-            if error:
-                raise error
-            return answer
-        text = json.dumps({"error": str(error)} if error else {"answer": answer}).encode()
+                text = json.dumps({"answer": decide()}).encode()
+            except Exception as failure:  # whatever it is, the other ranks wait for word
+                error, kind = failure, "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__
+                text = json.dumps({"error": str(failure)[:2000], "kind": kind}).encode()
+        text = self._broadcast(text)
+        if error:
+            raise error
+        message = json.loads(text)
+        if "error" in message:
+            kind, said = message["kind"], message["error"]
+            raise BadSetting(said) if kind == "BadSetting" else RuntimeError(f"rank 0 failed with {kind}: {said}")
+        return message["answer"]
+
+    def _broadcast(self, text: bytes) -> bytes:
+        """Rank 0's `text`; one broadcast where it is short, as a decision is."""
         buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         if self.rank == 0:
-            assert len(text) <= MESSAGE_BYTES, len(text)
-            buffer[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            head = len(text).to_bytes(8, "little") + text[: MESSAGE_BYTES - 8]
+            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         dist.broadcast(buffer, 0, group=self.group)
-        message = json.loads(bytes(buffer.numpy()).rstrip(b"\0"))
-        if "error" in message:
-            raise error or BadSetting(message["error"])
-        return message["answer"]
+        received = buffer.numpy().tobytes()
+        length, received = int.from_bytes(received[:8], "little"), received[8:]
+        if length > len(received):
+            rest = torch.zeros(length - len(received), dtype=torch.uint8)
+            if self.rank == 0:
+                rest = torch.frombuffer(bytearray(text[len(received) :]), dtype=torch.uint8)
+            dist.broadcast(rest, 0, group=self.group)
+            received += rest.numpy().tobytes()
+        return received[:length]
 
     def sum(self, values: list[float]) -> list[float]:
         """Elementwise sum over ranks, in fp64; every rank gets the same bits."""
@@ -144,6 +160,7 @@ class Engine:
         """Move and wrap both; self.model and self.optimizer are what the loop uses from here on."""
         self.module = model
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
 
     def seed(self, step: int, same_everywhere: bool = False) -> None:
         """Dropout and every other draw inside a step: a function of (seed, rank, step), so nothing need be saved.
@@ -193,10 +210,10 @@ class Engine:
         self.optimizer.zero_grad(set_to_none=True)
         return not self.optimizer.step_was_skipped
 
-    def discard(self) -> None:
-        """Forget the step's gradient, as if it had not been."""
-        if self.accelerator.scaler is not None:  # the scaler must see its overflow to lower the scale
-            self.optimizer.step()
+    def discard(self, overflow: bool = False) -> None:
+        """Forget the step's gradient, as if it had not been; an `overflow` lowers the loss scale."""
+        if self.accelerator.scaler is not None:  # squared_norm told it of an overflow: it lowers the scale, no step
+            self.accelerator.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -214,6 +231,9 @@ class Engine:
         state = self._whole_state()
         if self.is_main:
             if hasattr(self.module, "save_pretrained"):
+                from transformers.utils import logging
+
+                logging.disable_progress_bar()
                 self.module.save_pretrained(folder, state_dict=state)
             else:
                 os.makedirs(folder, exist_ok=True)
@@ -287,6 +307,7 @@ class DeepSpeedEngine(Engine):
     def __init__(self, config: Config):
         import deepspeed.ops
 
+        warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
         if not torch.cuda.is_available():
             # Its shared-memory collectives take two minutes to compile and gain nothing on a small CPU run.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -320,9 +341,9 @@ class DeepSpeedEngine(Engine):
         self.model.step()
         return not getattr(self.model.optimizer, "overflow", False)
 
-    def discard(self):
+    def discard(self, overflow=False):
         optimizer = self.model.optimizer
-        if self.scales_loss:
+        if overflow:
             self.model.step()  # finds the overflow itself, lowers the scale and drops the gradient
             return
         self.model.zero_grad()  # p.grad first: stage 3's zero_grad refuses what is left there on a CPU
@@ -363,7 +384,8 @@ class DeepSpeedEngine(Engine):
     def _whole_state(self):
         if self.stage < 3:
             return self.module.state_dict()
-        state = self.accelerator.get_state_dict(self.model)  # gathers, and forgets which weights are tied
+        # Gathers on rank 0, and forgets which weights are tied.
+        state = self.accelerator.get_state_dict(self.model) or {}
         once = {name for name, _ in self.module.named_parameters()}
         again = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - once
         return {name: tensor for name, tensor in state.items() if name not in again}
@@ -415,6 +437,11 @@ def _squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(gradients)
     return torch.stack([n.to(device) for n in norms]).double().square().sum()
+
+
+def gpu() -> bool:
+    """Whether torch sees one, of any vendor."""
+    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
 
 
 def check_device_masks(environment: dict[str, str]) -> None:

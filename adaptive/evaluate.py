@@ -7,6 +7,7 @@ no counter of training is touched.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ def evaluate(engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by
     means = {}
     for name, total in zip(names, totals, strict=True):
         count = weight if name == "loss" else samples
-        means[f"eval_{name}"] = total / count if count else None
+        means[f"eval_{name}"] = total / count if count and math.isfinite(total) else None
     return means
 
 
@@ -53,6 +54,6 @@ def _sums(values: dict[str, torch.Tensor], names: list[str], items: torch.Tensor
     losses = values["loss"].double()
     if normalize_by == "samples":
         losses = torch.where(supervised, losses / items.clamp(min=1), 0.0)
-    others = [values[name].double().sum() for name in names[1:]]
+    others = [torch.where(supervised, values[name].double(), 0.0).sum() for name in names[1:]]
     weight = supervised.sum() if normalize_by == "samples" else items.sum()
     return torch.stack([losses.sum(), *others, weight.double(), supervised.sum().double()])

@@ -8,6 +8,7 @@ To add one: a policy for the end of an epoch is a branch of `_cut`.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -54,7 +55,7 @@ class Lengths:
     max_samples: int | None = None
     max_steps: int = -1
 
-    @property
+    @functools.cached_property
     def positions(self) -> int:
         """Positions of the whole run: epochs x sum of N, rounded up."""
         return -(-self.epochs * sum(self.sources.values()) // 1)

@@ -35,7 +35,7 @@ LOSS_EMA_KEEP = 0.5 ** (1 / 10)
 
 @dataclass
 class Measured:
-    """One step's sums over all ranks. `loss` and `grad_norm` are None where there is no finite value."""
+    """One step's sums over all ranks; `loss` and `grad_norm` are None where there is no finite value."""
 
     loss: float | None  # mean over the samples or tokens trained on
     grad_norm: float | None  # before clipping
@@ -62,8 +62,8 @@ class Measured:
         )
         finite = math.isfinite(loss) and math.isfinite(square)  # one rank's NaN or inf is in the sum of all
         return cls(
-            loss=loss / weight if finite and weight else None,
-            grad_norm=math.sqrt(square) if finite else None,
+            loss=loss / weight if math.isfinite(loss) and weight else None,
+            grad_norm=math.sqrt(square) if finite and items else None,
             items=int(items),
             input_tokens=int(inputs),
             padding_tokens=int(padding),

@@ -1,33 +1,40 @@
-"""What the template adds to a step: train.main on a model that costs nothing -> milliseconds per step, by part.
+"""What the template adds to a step: train.main with a model that costs nothing -> milliseconds per step, by part.
 
     python benchmarks/step_overhead.py
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml benchmarks/step_overhead.py
 
-64 rows of 128 tokens of the embedded data per process and step, in one pass. The model is one number per token id; a
-plain loop's forward, backward, clipping and optimizer step on a batch that lies ready are measured in the same run
-and subtracted. What stays is the template's: decide, agree, plan, fetch, collate, scale, the fused reduction of what
-was measured, and the record in metrics.jsonl. Times are rank 0's; trackers are off. Parts are medians of time spent
-inside the named function without the parts named below it, so they do not add up exactly.
+64 rows of 128 tokens of the embedded data per process and step, in one pass. The model is one number per token id;
+what it costs all the same (its forward, the backward with DDP's own all-reduce, the optimizer's step) is timed where it
+happens and subtracted. What stays is the template's: decide, agree, plan, fetch, collate, scale, the gradient's norm,
+the fused reduction, the record in metrics.jsonl. Trackers are off. Times are rank 0's. Each part is the time inside
+functions of that name without the parts inside them; waiting for the other process counts where it happens.
 """
 
 from __future__ import annotations
 
 import functools
+import os
+import shutil
 import statistics
+import sys
+import tempfile
 import time
 from pathlib import Path
 
-import interleave
-import torch
-import train
-from accelerate import Accelerator
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout, uninstalled
 
-from adaptive.tasks import Loaded
-from adaptive.tasks.causal_lm import CausalLM
+import torch  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+import train  # noqa: E402
+from adaptive.config import parse  # noqa: E402
+from adaptive.tasks import Loaded  # noqa: E402
+from adaptive.tasks.causal_lm import CausalLM  # noqa: E402
 
 ROWS, TOKENS = 64, 128  # per process and step
-N_BLOCKS, BLOCK_STEPS = 12, 40
-LIMIT_MS = {1: 1.5, 2: 4.0}  # the goals
+STEPS, LEFT_OUT = 600, 50  # the first ones warm up
+GOAL_MS = {1: 1.5, 2: 4.0}  # median, by processes
+MODEL = ("forward", "backward", "optimizer")
 
 
 class NoModel(CausalLM):
@@ -45,39 +52,15 @@ class NoModel(CausalLM):
         return model(batch["input_ids"][:, 0])[:, 0]  # (rows,)
 
 
-class Plain:
-    """The part of a step that any loop has: forward, backward, clip, optimizer; built at the first step."""
-
-    def __init__(self):
-        self.ready = False
-
-    def build(self) -> None:
-        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
-        model = torch.nn.Embedding(384, 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.batch = {"input_ids": torch.zeros(ROWS, TOKENS, dtype=torch.int64, device=self.accelerator.device)}
-        self.ready = True
-
-    def step(self) -> None:
-        if not self.ready:
-            self.build()
-        loss = NoModel().loss_sum(self.model, self.batch).sum()
-        self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 class Parts:
-    """Seconds inside named functions, without those inside other named functions, per call of `close`."""
+    """Seconds of each step inside named functions, without those inside other named functions."""
 
     def __init__(self):
         self.now: dict[str, float] = {}
         self.steps: list[dict[str, float]] = []
-        self.inner = [0.0]
+        self.inner, self.since = [0.0], time.perf_counter()
 
-    def time(self, owner, name: str, part: str) -> None:
+    def watch(self, owner, name: str, part: str) -> None:
         """Replace owner.name by a function that counts its seconds as `part`."""
         function = getattr(owner, name)
 
@@ -94,50 +77,65 @@ class Parts:
 
         setattr(owner, name, timed)
 
-    def close(self, report, record) -> None:
-        self.told(report, record)
-        self.steps.append(self.now)
-        self.now = {}
-
-    def watch(self) -> None:
-        """Wrap what train.main calls; the product code knows nothing of it."""
+    def watch_all(self) -> None:
+        """What train.main calls, and the end of a step; the product code knows nothing of it."""
+        engine = train.Engine
         for owner, name, part in (
-            (train, "decide", "decide"), (train.Engine, "from_rank0", "agree"), (train, "plan_step", "plan"),
-            (train.signals, "before_step", "decide"), (train.Engine, "seed", "seed"), (train.Data, "share", "fetch"),
+            (train, "decide", "decide"), (train.signals, "before_step", "decide"), (engine, "from_rank0", "agree"),
+            (train, "plan_step", "plan"), (engine, "seed", "seed"), (train.Data, "share", "fetch"),
             (CausalLM, "collate", "collate"), (CausalLM, "items", "count"), (CausalLM, "token_counts", "count"),
-            (train.Engine, "sum_integers", "count tokens over ranks"), (train, "update", "clip, optimizer"),
-            (train.Engine, "squared_norm", "gradient norm"), (train.Engine, "backward", "backward"),
-            (train.Engine, "sum", "fused reduction"), (train, "train_record", "record"),
-            (train.signals, "after_step", "record"), (train.Report, "train", "write"), (train, "gradient", "gradient, rest"),
+            (engine, "sum_integers", "agree on tokens"), (torch.nn.Module, "__call__", "forward"),
+            (engine, "backward", "backward"), (AcceleratedOptimizer, "step", "optimizer"),
+            (AcceleratedOptimizer, "zero_grad", "optimizer"), (engine, "squared_norm", "gradient norm"),
+            (engine, "sum", "fused reduction"), (train, "train_record", "record"),
+            (train.signals, "after_step", "record"), (train.Report, "train", "write"),
         ):  # fmt: skip
-            self.time(owner, name, part)
-        self.told = train.Report.train
-        train.Report.train = self.close
+            self.watch(owner, name, part)
+        told = train.Report.train
+
+        def tell(report, record):
+            told(report, record)
+            now = time.perf_counter()
+            self.steps.append(self.now | {"whole step": now - self.since})
+            self.now, self.since = {}, now
+
+        train.Report.train = tell
 
 
 def main() -> None:
-    plain, parts = Plain(), Parts()
-    parts.watch()
-    flags = ["--task", f"{Path(__file__)}:NoModel", "--batch_size", str(ROWS * interleave.WORLD_SIZE),
-             "--micro_batch_size", str(ROWS), "--num_train_epochs", "100", "--lr_scaling", "none"]  # fmt: skip
-    blocks = interleave.run(flags, plain.step, N_BLOCKS, BLOCK_STEPS)
-    if interleave.IS_MAIN:
-        show(*blocks, parts.steps[BLOCK_STEPS:])
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as accelerate_configs/cpu*.yaml do
+    world_size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
+    parts, folder = Parts(), tempfile.mkdtemp()
+    parts.watch_all()
+    flags = {
+        "task": f"{__file__}:NoModel", "batch_size": ROWS * world_size, "micro_batch_size": ROWS,
+        "schedule": "constant()", "max_steps": STEPS, "num_train_epochs": 100, "save_every": "never",
+        "log_every": "never", "report_to": "none", "output_dir": folder,
+    }  # fmt: skip
+    try:
+        train.main(parse([f"--{name}={value}" for name, value in flags.items()]))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if rank == 0:
+        show(parts.steps[LEFT_OUT:], world_size)
     train.Engine.leave()
 
 
-def show(template: list, plain: list, steps: list[dict[str, float]]) -> None:
-    """One table: the whole, then the parts."""
-    template, plain = ([1e3 * statistics.median(block) for block in blocks] for blocks in (template, plain))
-    added = [a - b for a, b in zip(template, plain, strict=True)]
-    print(f"W = {interleave.WORLD_SIZE}, {ROWS} rows of {TOKENS} tokens per process, milliseconds per step, "
-          f"median [lowest, highest] of {N_BLOCKS} blocks of {BLOCK_STEPS} steps")  # fmt: skip
-    for name, values in (("train.main", template), ("plain model step", plain), ("added", added)):
-        print(f"{name:24} {statistics.median(values):7.3f} [{min(values):.3f}, {max(values):.3f}]")
-    print(f"{'goal':24} {LIMIT_MS.get(interleave.WORLD_SIZE, float('nan')):7.3f}")
-    medians = {part: 1e3 * statistics.median(step.get(part, 0.0) for step in steps) for part in steps[-1]}
-    for part, value in sorted(medians.items(), key=lambda item: -item[1]):
-        print(f"  {part:22} {value:7.3f}")
+def show(steps: list[dict[str, float]], world_size: int) -> None:
+    """One table: what the template adds, and its parts."""
+    for step in steps:
+        step["the model's own"] = sum(step.get(part, 0.0) for part in MODEL)
+        step["ADDED"] = step["whole step"] - step["the model's own"]
+        named = sum(v for part, v in step.items() if part not in ("whole step", "the model's own", "ADDED"))
+        step["everything else"] = step["whole step"] - named
+    table = {part: sorted(1e3 * step.get(part, 0.0) for step in steps) for part in steps[-1]}
+    print(f"W = {world_size}, {ROWS} rows of {TOKENS} tokens per process, {len(steps)} steps: milliseconds per step")
+    print(f"{'':18} {'median':>8} {'p10':>8} {'p90':>8} {'mean':>8}")
+    for part, values in sorted(table.items(), key=lambda item: -statistics.median(item[1])):
+        tenth = len(values) // 10
+        numbers = (statistics.median(values), values[tenth], values[-1 - tenth], statistics.fmean(values))
+        print(f"{part:18} " + " ".join(f"{number:8.3f}" for number in numbers))
+    print(f"{'goal for ADDED':18} {GOAL_MS.get(world_size, float('nan')):8.3f}")
 
 
 if __name__ == "__main__":

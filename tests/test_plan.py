@@ -14,7 +14,9 @@ from adaptive.state import RunState
 
 POLICIES = ("keep", "wrap", "drop")
 real_sizes = st.one_of(
-    st.floats(0.2, 60, allow_nan=False), st.integers(1, 60), st.sampled_from([0.3, 0.5, 0.9, 1.0, 1.3, 2.5, 18.5])
+    st.floats(0.2, 60, allow_nan=False),
+    st.integers(1, 60),
+    st.sampled_from([0.3, 0.5, 0.9, 1.0, 1.3, 2.5, 18.5]),
 )
 worlds = st.sampled_from([1, 2, 3, 4, 5, 7, 8, 16, 61])
 
@@ -60,11 +62,20 @@ def ends(plans) -> list[tuple[int, bool]]:
 
 # Exactly once
 
+
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 150), st.sampled_from([1, 1.5, 2, 3]), st.lists(real_sizes, min_size=1, max_size=8), worlds,
-       st.sampled_from(POLICIES))
-def test_every_position_of_every_epoch_belongs_to_one_rank_in_one_step(rows, epochs, sizes, world_size, policy):
-    """Mutation: `first = interval.start + rank` in `share` when a step starts at no multiple of W; misses positions.
+@given(
+    st.integers(1, 150),
+    st.sampled_from([1, 1.5, 2, 3]),
+    st.lists(real_sizes, min_size=1, max_size=8),
+    worlds,
+    st.sampled_from(POLICIES),
+)
+def test_every_position_of_every_epoch_belongs_to_one_rank_in_one_step(
+    rows, epochs, sizes, world_size, policy
+):
+    """Mutation: `first = interval.start + rank` in `share` when a step starts at no multiple of W; misses
+    positions.
 
     Mutation: `stop = start + want` in `_cut`; an epoch's positions are used twice.
     """
@@ -82,7 +93,8 @@ def test_every_position_of_every_epoch_belongs_to_one_rank_in_one_step(rows, epo
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 150), st.sampled_from([1, 1.5, 3]), st.lists(real_sizes, min_size=1, max_size=8))
 def test_drop_discards_whole_remainders_only(rows, epochs, sizes):
-    """Mutation: in `_cut`, `start += room` before asking for "drop", or `>=` for `>`: an exact fit is discarded."""
+    """Mutation: in `_cut`, `start += room` before asking for "drop", or `>=` for `>`: an exact fit is
+    discarded."""
     lengths = one(rows, epochs)
     plans = run(lengths, [min(size, rows) for size in sizes], "drop")
     cursor, carry = 0, Fraction(0)
@@ -104,24 +116,29 @@ def test_drop_discards_whole_remainders_only(rows, epochs, sizes):
 
 # Shares
 
+
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 10**12), st.integers(1, 200), worlds)
 def test_shares_differ_by_at_most_one(start, size, world_size):
-    """Mutation: contiguous blocks of ceil(n / W): the last rank has none where others have several (n=5, W=4: 2 2 1 0)."""
+    """Mutation: contiguous blocks of ceil(n / W): the last rank has none where others have several (n=5, W=4:
+    2 2 1 0)."""
     lengths = Lengths({"train": 10**13}, Fraction(1))
-    plan = plan_step({"train": Fraction(size)}, {"train": start}, {"train": Fraction(0)}, lengths, "keep", start)
+    plan = plan_step(
+        {"train": Fraction(size)}, {"train": start}, {"train": Fraction(0)}, lengths, "keep", start
+    )
     counts = [len(positions) for rank in range(world_size) for _, positions in share(plan, rank, world_size)]
     assert sum(counts) == plan.size == size
     assert max(counts) - min(counts) <= 1
     for rank in range(world_size):
-        (_, positions), = share(plan, rank, world_size)
+        ((_, positions),) = share(plan, rank, world_size)
         assert (positions % world_size == rank).all(), "position p belongs to rank p mod W"
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(real_sizes, min_size=1, max_size=6), st.lists(real_sizes, min_size=1, max_size=6), worlds)
 def test_the_samples_a_rank_needs_next_do_not_depend_on_the_schedule(sizes, others, world_size):
-    """Mutation: `first = interval.start + rank` (a share by place inside the step): what was read ahead is wrong."""
+    """Mutation: `first = interval.start + rank` (a share by place inside the step): what was read ahead is
+    wrong."""
     lines = []
     for schedule in (sizes, others):
         plans = run(one(200), schedule, "wrap")
@@ -139,16 +156,21 @@ def test_passes_are_equal_enough_and_have_one_remainder_shape(size, world_size, 
     Mutation: one pass more, or ceil(n / m): idle passes beside a remainder, hence a second shape.
     """
     count = passes(size, world_size, micro)
-    shares = [len(range(start + (r - start) % world_size, start + size, world_size)) for r in range(world_size)]
+    shares = [
+        len(range(start + (r - start) % world_size, start + size, world_size)) for r in range(world_size)
+    ]
     assert count * micro >= max(shares) > (count - 1) * micro, "enough, and none for nothing"
     for rows in shares:
-        shapes = [max(1, min(micro, rows - at)) for at in range(0, count * micro, micro)]  # an idle pass has one row
+        shapes = [
+            max(1, min(micro, rows - at)) for at in range(0, count * micro, micro)
+        ]  # an idle pass has one row
         assert len(shapes) == count
         assert len(set(shapes) - {micro}) <= 1
     assert passes(size, world_size, 10**9) == 1
 
 
 # Amounts
+
 
 def test_the_tenth_step_of_size_three_tenths_has_the_third_sample():
     """Mutation: a float carry (`exact` returning Fraction(size)): the sample comes at step 11."""
@@ -183,10 +205,13 @@ def test_samples_stay_within_one_of_what_was_asked(sizes, policy):
 
 
 def test_carries_stay_short_with_sizes_that_never_repeat():
-    """Mutation: `_rounded` returning its argument: denominators of more than 10,000 digits after 2,000 steps."""
+    """Mutation: `_rounded` returning its argument: denominators of more than 10,000 digits after 2,000
+    steps."""
     draw = random.Random(7)
     sizes = [draw.uniform(0.05, 30) for _ in range(2_000)]
-    shares = [Fraction(8 * 3) / exact(draw.uniform(0.1, 1)) for _ in range(2_000)]  # --fraction accumulate: c W / b
+    shares = [
+        Fraction(8 * 3) / exact(draw.uniform(0.1, 1)) for _ in range(2_000)
+    ]  # --fraction accumulate: c W / b
     for targets in (sizes, shares):
         asked, done, carry, cursor = Fraction(0), 0, {"train": Fraction(0)}, {"train": 0}
         lengths = one(10**9)
@@ -199,16 +224,25 @@ def test_carries_stay_short_with_sizes_that_never_repeat():
         assert abs(asked - done - carry["train"]) < Fraction(1, 10**36)
 
 
-@pytest.mark.parametrize("number, fraction", [
-    (0.3, Fraction(3, 10)), (2.5, Fraction(5, 2)), (8, Fraction(8)), (1e-3, Fraction(1, 1000)),
-    (1e22, Fraction(10**22)), (0.1 + 0.2, Fraction(30000000000000004, 10**17)), (Fraction(1, 3), Fraction(1, 3)),
-])
+@pytest.mark.parametrize(
+    "number, fraction",
+    [
+        (0.3, Fraction(3, 10)),
+        (2.5, Fraction(5, 2)),
+        (8, Fraction(8)),
+        (1e-3, Fraction(1, 1000)),
+        (1e22, Fraction(10**22)),
+        (0.1 + 0.2, Fraction(30000000000000004, 10**17)),
+        (Fraction(1, 3), Fraction(1, 3)),
+    ],
+)
 def test_exact_is_the_decimal_number_that_was_written(number, fraction):
     """Mutation: `Fraction(size)`: 0.3 becomes 5404319552844595 / 2**54."""
     assert exact(number) == fraction
 
 
 # Ends
+
 
 @pytest.mark.parametrize("rows, epochs, most, sizes, policy, expected", [
     (10, 1, None, [4], "keep", [(4, False), (4, False), (2, True)]),
@@ -224,7 +258,8 @@ def test_exact_is_the_decimal_number_that_was_written(number, fraction):
     (10, 2, None, [5], "drop", [(5, False)] * 4),
     (10, 2, None, [2.5], "wrap", [(2, False), (3, False)] * 4),
     (3, 1, None, [0.5], "keep", [(0, False), (1, False)] * 3),
-    (3, 1, None, [0.4], "keep", [(0, False), (0, False), (1, False), (0, False), (1, False), (0, False), (0, False),
+    (3, 1, None, [0.4], "keep", [(0, False), (0, False), (1, False), (0, False), (1, False), (0, False),
+    (0, False),
                                  (1, False)]),
     (10, 1.5, None, [4], "keep", [(4, False), (4, False), (2, True), (4, False), (1, True)]),
     (10, 1.5, None, [4], "wrap", [(4, False)] * 3 + [(3, True)]),
@@ -240,16 +275,21 @@ def test_exact_is_the_decimal_number_that_was_written(number, fraction):
     (1, 3, None, [1], "keep", [(1, False)] * 3),
 ])  # fmt: skip
 def test_ends_of_epochs_and_of_the_run(rows, epochs, most, sizes, policy, expected):
-    """Mutations: `want >= room` (an exact fit counts as cut); the carry kept at a cut (10 rows, 4.5: the second
-
+    """Mutations: `want >= room` (an exact fit counts as cut); the carry kept at a cut (10 rows, 4.5: the
+    second
     epoch starts with 5); epochs rounded down; `max_samples` compared with positions instead of samples.
     """
     assert ends(run(one(rows, epochs, most), sizes, policy)) == expected
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(1, 60), st.sampled_from([0.3, 1, 2.5]), st.integers(1, 200), st.lists(real_sizes, min_size=1, max_size=5),
-       st.sampled_from(POLICIES))
+@given(
+    st.integers(1, 60),
+    st.sampled_from([0.3, 1, 2.5]),
+    st.integers(1, 200),
+    st.lists(real_sizes, min_size=1, max_size=5),
+    st.sampled_from(POLICIES),
+)
 def test_never_more_than_the_run_allows(rows, epochs, most, sizes, policy):
     """Mutation: `Lengths.left` without `max_samples`; a run of 13 has 16."""
     lengths = one(rows, epochs, most)
@@ -262,10 +302,16 @@ def test_never_more_than_the_run_allows(rows, epochs, most, sizes, policy):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 200), st.sampled_from([0.5, 1, 3]), st.one_of(st.none(), st.integers(1, 300)),
-       st.lists(real_sizes, min_size=1, max_size=5), st.sampled_from(["keep", "wrap"]))
+@given(
+    st.integers(1, 200),
+    st.sampled_from([0.5, 1, 3]),
+    st.one_of(st.none(), st.integers(1, 300)),
+    st.lists(real_sizes, min_size=1, max_size=5),
+    st.sampled_from(["keep", "wrap"]),
+)
 def test_progress_rises_from_0_to_1(rows, epochs, most, sizes, policy):
-    """Mutation: `samples / positions` with --max_samples below an epoch: the decay never reaches its end (R63)."""
+    """Mutation: `samples / positions` with --max_samples below an epoch: the decay never reaches its end
+    (R63)."""
     lengths = one(rows, epochs, most)
     plans = run(lengths, sizes, policy)
     states = [(p.cursor, p.consumed + p.size, step) for step, p in enumerate(plans, 1)]
@@ -278,13 +324,16 @@ def test_progress_rises_from_0_to_1(rows, epochs, most, sizes, policy):
 
 # Several sources
 
-sources = st.dictionaries(st.sampled_from("abc"), st.tuples(st.integers(1, 40), real_sizes), min_size=2, max_size=3)
+sources = st.dictionaries(
+    st.sampled_from("abc"), st.tuples(st.integers(1, 40), real_sizes), min_size=2, max_size=3
+)
 
 
 @settings(max_examples=100, deadline=None)
 @given(sources, st.sampled_from([1, 2.5]), worlds)
 def test_several_sources_keep_their_sizes_and_are_balanced_over_their_sum(parts, epochs, world_size):
-    """Mutation: each source shared by p mod W: with three sources of one sample each, one rank may get all three.
+    """Mutation: each source shared by p mod W: with three sources of one sample each, one rank may get all
+    three.
 
     Mutation: one carry for the sum: a source drifts from its own size by more than one.
     """
@@ -314,10 +363,12 @@ def test_several_sources_keep_their_sizes_and_are_balanced_over_their_sum(parts,
 
 # What is kept
 
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(real_sizes, min_size=1, max_size=6), st.integers(0, 30), st.sampled_from(POLICIES))
 def test_a_run_goes_on_from_its_json_as_if_it_had_not_stopped(sizes, stop, policy):
-    """Mutation: `float(carry)` in `to_json`: with 0.3 the carry 9/10 comes back as the binary fraction below it."""
+    """Mutation: `float(carry)` in `to_json`: with 0.3 the carry 9/10 comes back as the binary fraction below
+    it."""
     lengths = one(50, 2)
     plans = run(lengths, sizes, policy)
     state = RunState.fresh(["train"], 2, 8.0)

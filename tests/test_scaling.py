@@ -1,4 +1,5 @@
-"""The factors: weights that keep a sample's influence, a learning rate that follows samples, names that are judged."""
+"""The factors: weights that keep a sample's influence, a learning rate that follows samples, names that are
+judged."""
 
 import math
 from fractions import Fraction
@@ -20,8 +21,11 @@ from adaptive.state import RunState
 BATCH = {name: Batch(fractional_scaling=name) for name in ("target", "realized", "ceil")}
 
 
-def plans(sizes, steps: int | None = None, rows: int = 10**6, epoch_end: str = "keep", sources=("train",)) -> list:
-    """The first `steps` plans, or all, of a run of one epoch; `sizes` are used in a cycle, the same for each source."""
+def plans(
+    sizes, steps: int | None = None, rows: int = 10**6, epoch_end: str = "keep", sources=("train",)
+) -> list:
+    """The first `steps` plans, or all, of a run of one epoch; `sizes` are used in a cycle, the same for each
+    source."""
     lengths = Lengths(dict.fromkeys(sources, rows), Fraction(1))
     cursor, carry, done, made = dict.fromkeys(sources, 0), dict.fromkeys(sources, Fraction(0)), 0, []
     for size in islice(cycle(sizes), steps):
@@ -43,12 +47,15 @@ def curve(name: str, settings: str = ""):
 
 # Weights
 
+
 def test_the_worked_example_of_two_and_a_half():
     """Mutation: `1 / plan.size` for `target`: the total weight of every step is 1 (by up to 0.2)."""
     made = plans([2.5], 6)
     assert [plan.size for plan in made] == [2, 3] * 3
     assert weights("target", made) == [0.4] * 6
-    assert [plan.size * w for plan, w in zip(made, weights("target", made), strict=True)] == pytest.approx([0.8, 1.2] * 3)
+    assert [plan.size * w for plan, w in zip(made, weights("target", made), strict=True)] == pytest.approx(
+        [0.8, 1.2] * 3
+    )
     assert weights("realized", made) == pytest.approx([1 / 2, 1 / 3] * 3)
     assert weights("ceil", made) == pytest.approx([1 / 3] * 6)
     assert weights("ceil", made, world_size=2) == pytest.approx([1 / 4] * 6)
@@ -58,14 +65,18 @@ def test_the_worked_example_of_two_and_a_half():
     (0.5, 1, 1), (2.0, 4, 1 / 4), (4.0, 4, 1 / 4), (4.5, 4, 1 / 8), (1.44, 8, 1 / 8), (10.4, 8, 1 / 16),
 ])  # fmt: skip
 def test_the_published_formula_depends_on_the_devices(size, world_size, ceil):
-    """Mutation: `ceil(G)` for `W ceil(G / W)`: 1/2 for 2 samples on 4 devices, where the publication has 1/4."""
+    """Mutation: `ceil(G)` for `W ceil(G / W)`: 1/2 for 2 samples on 4 devices, where the publication has
+    1/4."""
     with_samples = [plan for plan in plans([size], 8) if plan.size]
-    assert with_samples and weights("ceil", with_samples, world_size) == pytest.approx([ceil] * len(with_samples))
+    assert with_samples and weights("ceil", with_samples, world_size) == pytest.approx(
+        [ceil] * len(with_samples)
+    )
 
 
 @pytest.mark.parametrize("name", BATCH)
 def test_a_cut_step_is_a_mean(name):
-    """Mutation: `cut` ignored in `mean_size` or in `ceil`: the last of 11 samples would weigh 1/4 (by 0.75)."""
+    """Mutation: `cut` ignored in `mean_size` or in `ceil`: the last of 11 samples would weigh 1/4 (by
+    0.75)."""
     last = plans([4], rows=11)[-1]
     assert (last.size, last.cut) == (3, True)
     assert weights(name, [last]) == pytest.approx([1 / 3])
@@ -75,7 +86,8 @@ def test_a_cut_step_is_a_mean(name):
 @settings(max_examples=60, deadline=None)
 @given(st.floats(1, 40), st.integers(1, 200))
 def test_the_mean_total_weight_of_a_step_tends_to_one(size, steps):
-    """Mutation: `M = n` gives 1 at once, for another objective (the worked example); `M = floor(G)` 1.25 for 2.5.
+    """Mutation: `M = n` gives 1 at once, for another objective (the worked example); `M = floor(G)` 1.25 for
+    2.5.
 
     sum(n) is within 1 of sum(G), so the sum of n/M over K steps is within 1/G of K.
     """
@@ -89,7 +101,8 @@ def test_the_mean_total_weight_of_a_step_tends_to_one(size, steps):
 
 @pytest.mark.parametrize("size", [0.3, 0.18, 0.5, 0.99])
 def test_below_one_an_update_is_one_sample_of_weight_one(size):
-    """Mutation: `M = G` without the maximum: 0.3 gives the sample weight 3.3 (the published 1/ceil gives 1)."""
+    """Mutation: `M = G` without the maximum: 0.3 gives the sample weight 3.3 (the published 1/ceil gives
+    1)."""
     made = plans([size], 100)
     assert {plan.size for plan in made} == {0, 1}
     assert sum(plan.size for plan in made) == math.floor(exact(size) * 100)
@@ -108,7 +121,8 @@ def test_several_sources_share_one_mean():
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 8), st.floats(1, 30), st.integers(1, 10_000))
 def test_ranks_and_tokens(world_size, size, items):
-    """Mutation: `w / T` without n: a step of 3 samples is scaled by a third. Mutation: W left out: by the ranks' mean.
+    """Mutation: `w / T` without n: a step of 3 samples is scaled by a third. Mutation: W left out: by the
+    ranks' mean.
 
     Summed over T tokens (n samples) and averaged over W ranks the scale gives n w.
     """
@@ -124,6 +138,7 @@ def test_ranks_and_tokens(world_size, size, items):
 
 
 # Learning rate
+
 
 @pytest.mark.parametrize("name, kwargs, theirs, their_kwargs", [
     ("linear", "", "linear", {}),
@@ -142,8 +157,8 @@ def test_ranks_and_tokens(world_size, size, items):
 ])  # fmt: skip
 @pytest.mark.parametrize("warmup", [0, 20])
 def test_decays_are_those_of_transformers(name, kwargs, theirs, their_kwargs, warmup):
-    """Mutations: `num_cycles` unused in `_restarts` (by 1.0), `% 1` left out (by 0.5), a cycle twice as long in
-
+    """Mutations: `num_cycles` unused in `_restarts` (by 1.0), `% 1` left out (by 0.5), a cycle twice as long
+    in
     `_cosine` (by 1.0), `decay_share` of the stable part instead of the end.
     """
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
@@ -165,10 +180,13 @@ def test_decays_stay_between_peak_and_zero_outside_the_run():
 
 
 def test_the_decay_ends_with_the_samples_whatever_the_sizes():
-    """Mutation: progress by steps / planned steps (R63): with sizes from 4 to 16 the last lr is far from the end."""
+    """Mutation: progress by steps / planned steps (R63): with sizes from 4 to 16 the last lr is far from the
+    end."""
     lengths = Lengths({"train": 203}, Fraction(1))
     made = plans([4, 6, 9, 16, 1.5], rows=203)
-    starts = [lengths.progress({"train": plan.consumed}, plan.consumed, step) for step, plan in enumerate(made)]
+    starts = [
+        lengths.progress({"train": plan.consumed}, plan.consumed, step) for step, plan in enumerate(made)
+    ]
     factors = [curve("linear")(progress) for progress in starts]
     for plan, factor in zip(made, factors, strict=True):
         assert factor == pytest.approx(1 - plan.consumed / 203)
@@ -185,7 +203,8 @@ def test_rules(rule, ratio, factor):
 
 
 def test_warmup_is_counted_in_samples():
-    """Mutation: by steps: sizes 4 and 16 would rise alike. Mutation: `samples / length`: the first update stands still."""
+    """Mutation: by steps: sizes 4 and 16 would rise alike. Mutation: `samples / length`: the first update
+    stands still."""
     assert scaling.warmup(0, 8, 80) == 0.1
     assert scaling.warmup(24, 16, 80) == 0.5
     assert scaling.warmup(72, 8, 80) == scaling.warmup(10**9, 1, 80) == 1.0
@@ -197,37 +216,51 @@ def test_warmup_is_counted_in_samples():
     ("cosine", "cycles=2", ["--lr_scheduler_kwargs", "'cycles=2'", "cosine"]),
     ("cosine", "num_cycles='two'", ["--lr_scheduler_kwargs", "two"]),
     ("cosine", '{"num_cycles": 2}', ["--lr_scheduler_kwargs"]),
-    ("warmup_stable_decay", "decay_share=0", ["--lr_scheduler_kwargs", "decay_share=0", "warmup_stable_decay"]),
+    ("warmup_stable_decay", "decay_share=0", ["--lr_scheduler_kwargs", "decay_share=0",
+     "warmup_stable_decay"]),
     ("warmup_stable_decay", "decay_share=-1", ["the factor is -1 at 0% of the run"]),
     ("polynomial", "power=-1", ["--lr_scheduler_kwargs", "polynomial"]),
     ("linear", "x=__import__('os').getcwd()", ["--lr_scheduler_kwargs", "plain numbers"]),
 ])  # fmt: skip
 def test_bad_decays_are_answered_in_one_line(name, kwargs, words):
-    """Mutation: no trial call in `parse_decay`: a TypeError, or a negative learning rate, in the middle of the run."""
+    """Mutation: no trial call in `parse_decay`: a TypeError, or a negative learning rate, in the middle of
+    the run."""
     with pytest.raises(BadSetting) as caught:
         curve(name, kwargs)
     message = str(caught.value)
     assert "\n" not in message and all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("rule", ["square", "power", "power(1, 2)", "power('a')", "sqrt(2)", "linear(2)", "power(5000)",
+@pytest.mark.parametrize("rule", ["square", "power", "power(1, 2)", "power('a')", "sqrt(2)", "linear(2)",
+ "power(5000)",
                                   "sqrt + 1", "", "lambda r: r"])  # fmt: skip
 def test_bad_rules_are_answered_in_one_line(rule):
-    """Mutation: no trial call in `parse_rule`: "power" without a number fails at the first step, on every rank."""
+    """Mutation: no trial call in `parse_rule`: "power" without a number fails at the first step, on every
+    rank."""
     with pytest.raises(BadSetting) as caught:
         scaling.parse_rule(rule)
     message = str(caught.value)
-    assert message.startswith("--lr_scaling is ") and rule in message and "write" in message and "\n" not in message
+    assert (
+        message.startswith("--lr_scaling is ")
+        and rule in message
+        and "write" in message
+        and "\n" not in message
+    )
 
 
 # Seesaw
 
-@pytest.mark.parametrize("decay, expected", [("cosine", 1 / 2), ("quarter_cosine", 2 / math.pi), ("linear", 1 / 2)])
+
+@pytest.mark.parametrize(
+    "decay, expected", [("cosine", 1 / 2), ("quarter_cosine", 2 / math.pi), ("linear", 1 / 2)]
+)
 def test_seesaw_needs_the_share_of_steps_that_the_decay_integrates_to(decay, expected):
     """Mutation: `initial_size / sqrt(lr_decay)`: cosine leaves 2/pi, the quarter cosine 0.763 (by 0.13).
 
-    Uncapped, a size B0 / decay(p) takes B0 samples in decay(p) steps, so steps left are the integral of decay.
-    The learning rate falls by the square root of the decay, and samples per step times lr squared stay as they were.
+    Uncapped, a size B0 / decay(p) takes B0 samples in decay(p) steps, so steps left are the integral of
+    decay.
+    The learning rate falls by the square root of the decay, and samples per step times lr squared stay as
+    they were.
     """
     rows, size = 40_000, 4.0
     lengths, batch = Lengths({"train": rows}, Fraction(1)), Batch(batch_size=size)

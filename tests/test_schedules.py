@@ -1,4 +1,5 @@
-"""Schedules: what the built-in ones return, how a callable gets what it names, and how a wrong answer is met."""
+"""Schedules: what the built-in ones return, how a callable gets what it names, and how a wrong answer is
+met."""
 
 import functools
 import math
@@ -12,17 +13,29 @@ import pytest
 from adaptive.config import BadSetting, Batch, parse
 from adaptive.plan import Lengths, exact
 from adaptive.schedules import (
-    SCHEDULES, Schedule, decide, first_size, global_size, load_schedule, parse_schedule, received_signals,
+    SCHEDULES,
+    Schedule,
+    decide,
+    first_size,
+    global_size,
+    load_schedule,
+    parse_schedule,
+    received_signals,
 )  # fmt: skip
 from adaptive.signals import KNOWN
 from adaptive.state import RunState
 
 SIGNALS = set(KNOWN)
-TASK_SIGNALS = SIGNALS | {"task_ratios", "new_data_ratio", "difficulty"}  # what a task's own signals() may add
+TASK_SIGNALS = SIGNALS | {
+    "task_ratios",
+    "new_data_ratio",
+    "difficulty",
+}  # what a task's own signals() may add
 LENGTHS = Lengths({"train": 10**6}, Fraction(1))
 
 
 # The published examples, as REQUIREMENTS A has them.
+
 
 def linear(step, current_size, interval=100, increment=2, max_size=32):
     if step % interval == 0:
@@ -53,7 +66,8 @@ def asked(schedule: Schedule, **signals):
     return schedule.call(signals, otherwise=None)
 
 
-def decision(function, batch: Batch | None = None, step: int = 1, size: float = 8.0, lengths: Lengths = LENGTHS,
+def decision(function, batch: Batch | None = None, step: int = 1, size: float = 8.0,
+ lengths: Lengths = LENGTHS,
              world_size: int = 1, **signals):  # fmt: skip
     """What `decide` makes of a callable after `step` steps of `size`."""
     schedule = function if isinstance(function, Schedule) else Schedule("mine", function, TASK_SIGNALS)
@@ -86,6 +100,7 @@ def refused(call, *words: str) -> str:
 
 
 # The built-in schedules
+
 
 @pytest.mark.parametrize("text, signals, size", [
     ("constant()", {"step": 7, "current_size": 2.5}, 2.5),
@@ -121,8 +136,8 @@ def refused(call, *words: str) -> str:
     ("seesaw()", {"initial_size": 4.0, "lr_decay": 0.25}, 16),
 ])  # fmt: skip
 def test_built_in_schedules(text, signals, size):
-    """Mutations: `step % interval == 1`; `start < samples` in `steps`; ramp by steps; exponential linear (34 for 16);
-
+    """Mutations: `step % interval == 1`; `start < samples` in `steps`; ramp by steps; exponential linear (34
+    for 16);
     a whole cosine (64 for 34); seesaw by the square root (8 for 16).
     """
     answer = asked(parse_schedule(text, SIGNALS), **signals)
@@ -136,7 +151,8 @@ def test_every_built_in_schedule_is_in_the_table():
 
 
 @pytest.mark.parametrize("text, first", [
-    ("ramp(4, 64, 100)", 4), ("exponential(0.5, 64, 100)", 0.5), ("cosine(4, 2, 10)", 4), ("steps('0:768 9:1')", 768),
+    ("ramp(4, 64, 100)", 4), ("exponential(0.5, 64, 100)", 0.5), ("cosine(4, 2, 10)", 4),
+    ("steps('0:768 9:1')", 768),
 ])  # fmt: skip
 def test_functions_of_progress_decide_their_own_first_size(text, first, capfd):
     """Mutation: `first_size` taking the flag: the first step of a ramp from 4 would have 8."""
@@ -159,13 +175,15 @@ def test_the_first_size_is_the_flag_or_eight():
 
 
 def test_seesaw_says_what_it_needs():
-    """Mutation: `update_wrapper` left out of `_bind`, or `needs` not asked: seesaw runs with a linear rule."""
+    """Mutation: `update_wrapper` left out of `_bind`, or `needs` not asked: seesaw runs with a linear
+    rule."""
     refused(lambda: load_schedule(parse(["--schedule", "seesaw()", "--lr_scaling", "linear"]), SIGNALS),
             "seesaw", "--lr_scaling sqrt", "linear")  # fmt: skip
     assert load_schedule(parse(["--schedule", "seesaw()"]), SIGNALS).signals == {"initial_size", "lr_decay"}
 
 
 # Parsing
+
 
 @pytest.mark.parametrize("text, words", [
     ("linaer()", ["linaer()", *SCHEDULES, "FILE.py:NAME"]),
@@ -194,8 +212,8 @@ def test_seesaw_says_what_it_needs():
     ("nowhere.py:grow", ["nowhere.py", "no such file"]),
 ])  # fmt: skip
 def test_bad_schedules_are_answered_before_the_run(text, words):
-    """Mutations: `ValueError` not caught in `parse_schedule`; unknown settings passed on to functools.partial, which
-
+    """Mutations: `ValueError` not caught in `parse_schedule`; unknown settings passed on to
+    functools.partial, which
     fails at step 2; no check of ramps and tables, which fail in the middle of the run.
     """
     refused(lambda: parse_schedule(text, SIGNALS), "--schedule", *words)
@@ -203,17 +221,22 @@ def test_bad_schedules_are_answered_before_the_run(text, words):
 
 @pytest.mark.parametrize("argument", [
     "__import__('os').system('touch {0}')", "open('{0}', 'w')", "[x for x in open('{0}', 'w')]",
-    "interval=__import__('pathlib').Path('{0}').touch()", "*[1]", "**{{}}", "f'{{open(\"{0}\", \"w\")}}'", "{{[1]: 2}}",
+    "interval=__import__('pathlib').Path('{0}').touch()", "*[1]", "**{{}}", "f'{{open(\"{0}\", \"w\")}}'",
+    "{{[1]: 2}}",
 ])  # fmt: skip
 def test_settings_are_literals_and_never_evaluated(argument, tmp_path):
-    """Mutation: `eval` for `ast.literal_eval`: the file exists. Mutation: TypeError not caught: an unhashable key."""
+    """Mutation: `eval` for `ast.literal_eval`: the file exists. Mutation: TypeError not caught: an unhashable
+    key."""
     trace = tmp_path / "trace"
-    refused(lambda: parse_schedule(f"linear({argument.format(trace)})", SIGNALS), "--schedule", "plain numbers")
+    refused(
+        lambda: parse_schedule(f"linear({argument.format(trace)})", SIGNALS), "--schedule", "plain numbers"
+    )
     assert not trace.exists()
 
 
 def test_deeply_nested_settings_are_refused():
-    """Mutation: RecursionError and MemoryError not caught in `parse_call`: a traceback of a thousand lines."""
+    """Mutation: RecursionError and MemoryError not caught in `parse_call`: a traceback of a thousand
+    lines."""
     for nested in ("[" * 3_000 + "]" * 3_000, "-" * 100_000 + "1"):
         with pytest.raises(BadSetting, match="plain numbers"):
             parse_schedule(f"linear({nested})", SIGNALS)
@@ -221,18 +244,21 @@ def test_deeply_nested_settings_are_refused():
 
 # The user's own, by path
 
+
 @pytest.fixture
 def user_file(tmp_path):
     """Write a file of the user's; returns its path."""
+
     def write(source: str, name: str = "my_idea.py") -> Path:
         path = tmp_path / name
         path.write_text(source)
         return path
+
     yield write
     sys.modules.pop("user_my_idea", None)
 
 
-OWN = '''
+OWN = """
 import functools
 
 def grow(i, size, rate=2):
@@ -259,15 +285,17 @@ class Breaks:
         open("/nowhere/at/all")
 
 a_number = 8
-'''
+"""
 
 
 @pytest.mark.parametrize("text, size", [
     ("grow", 16), ("grow()", 16), ("grow(rate=3)", 24), ("grow(3)", 24), ("half", 4), ("half(rate=0.25)", 2),
-    ("mixed", 10), ("mixed(5)", 13), ("mixed(rate=0.3)", 8.3), ("Counts", 9), ("Counts(each=2)", 10), ("Counts(3)", 11),
+    ("mixed", 10), ("mixed(5)", 13), ("mixed(rate=0.3)", 8.3), ("Counts", 9), ("Counts(each=2)", 10),
+    ("Counts(3)", 11),
 ])  # fmt: skip
 def test_a_schedule_by_path_gets_its_settings(text, size, user_file):
-    """Mutation: `free` without the first two of other names: `mixed(5)` sets n, the size, to 5 and returns 7."""
+    """Mutation: `free` without the first two of other names: `mixed(5)` sets n, the size, to 5 and returns
+    7."""
     schedule = parse_schedule(f"{user_file(OWN)}:{text}", SIGNALS)
     assert asked(schedule, step=3, current_size=8) == pytest.approx(size)
     assert schedule.name == text.split("(")[0]
@@ -283,7 +311,8 @@ def test_a_schedule_by_path_gets_its_settings(text, size, user_file):
     ("needs_more", ["no value for rate", "needs_more(rate=...)", "current_size, "]),
 ])  # fmt: skip
 def test_a_bad_schedule_by_path(text, words, user_file):
-    """Mutation: only TypeError and ValueError caught from a user's constructor: a traceback for a missing file."""
+    """Mutation: only TypeError and ValueError caught from a user's constructor: a traceback for a missing
+    file."""
     more = "\ndef needs_more(step, current_size, rate):\n    return rate\n" if text == "needs_more" else ""
     path = user_file(OWN + more)
     words = [w if w != "grow, mixed, half, Counts, Breaks" else "grow, mixed, Counts, Breaks" for w in words]
@@ -296,12 +325,14 @@ def test_a_bad_schedule_by_path(text, words, user_file):
     ("\nraise RuntimeError('not today')\n", ["RuntimeError: not today", "my_idea.py:2"]),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_run(source, words, user_file):
-    """Mutation: `exec_module` unguarded: a traceback. A SyntaxError's frames are the import system's, not the file's."""
+    """Mutation: `exec_module` unguarded: a traceback. A SyntaxError's frames are the import system's, not the
+    file's."""
     message = refused(lambda: parse_schedule(f"{user_file(source)}:f", SIGNALS), "--schedule", *words)
     assert "importlib" not in message
 
 
 # Signals by name
+
 
 def test_the_published_examples_run_unchanged_through_partial():
     """Mutation: bound parameters counted as places: `partial(linear, interval=2)` loses its current size."""
@@ -312,10 +343,20 @@ def test_the_published_examples_run_unchanged_through_partial():
     down = sizes_of(task_aware, 4, first=10, task_ratios={"a": 0.2, "b": 0.8})
     assert (up, down) == ([8, 10, 12, 12], [10, 9, 8, 8])
     assert sizes_of(incremental, 3, first=31, new_data_ratio=0.1) == [31, 32, 32]
-    assert sizes_of(functools.partial(incremental, threshold=0.05), 3, first=9, new_data_ratio=0.1) == [9, 8, 8]
+    assert sizes_of(functools.partial(incremental, threshold=0.05), 3, first=9, new_data_ratio=0.1) == [
+        9,
+        8,
+        8,
+    ]
     assert sizes_of(curriculum, 4, first=7, difficulty=0.9) == [7, 5, 4, 4]
-    assert sizes_of(functools.partial(curriculum, threshold=0.95), 3, first=31, difficulty=0.9) == [31, 32, 32]
-    assert sizes_of(functools.partial(curriculum, difficulty=0.9), 2, first=9) == [9, 7], "a signal bound by hand"
+    assert sizes_of(functools.partial(curriculum, threshold=0.95), 3, first=31, difficulty=0.9) == [
+        31,
+        32,
+        32,
+    ]
+    assert sizes_of(functools.partial(curriculum, difficulty=0.9), 2, first=9) == [9, 7], (
+        "a signal bound by hand"
+    )
 
 
 @pytest.mark.parametrize("function, received", [
@@ -334,12 +375,14 @@ def test_the_published_examples_run_unchanged_through_partial():
     (lambda step, *others, **more: 0, {"step": "step"}),
 ])  # fmt: skip
 def test_parameters_receive_the_signals_they_are_named_after(function, received):
-    """Mutation: the second parameter always the current size, also behind another signal (`samples, rate`)."""
+    """Mutation: the second parameter always the current size, also behind another signal (`samples,
+    rate`)."""
     assert received_signals(function, SIGNALS) == received
 
 
 def test_signals_arrive_by_name_wherever_they_stand():
     """Mutation: `self.function(*values)`: samples and current size are exchanged."""
+
     def mine(i, size, bonus=1, *, samples, loss=None):
         return {"i": i, "size": size, "bonus": bonus, "samples": samples, "loss": loss}
 
@@ -350,7 +393,9 @@ def test_signals_arrive_by_name_wherever_they_stand():
 
 
 def test_a_signal_without_a_value_leaves_the_size_or_takes_the_default():
-    """Mutation: None passed on: `loss=2.0` is overwritten by None; or `needed` ignored: a TypeError inside the user's code."""
+    """Mutation: None passed on: `loss=2.0` is overwritten by None; or `needed` ignored: a TypeError inside
+    the user's code."""
+
     def needs(step, current_size, eval_loss):
         return 99
 
@@ -370,6 +415,7 @@ def test_a_signal_without_a_value_leaves_the_size_or_takes_the_default():
 
 def test_an_object_keeps_its_memory():
     """Mutation: `schedule: None` in `decide`: a resumed run starts counting again."""
+
     class Counts:
         def __init__(self):
             self.calls = 0
@@ -398,23 +444,31 @@ def test_an_object_keeps_its_memory():
 
 # The answer is judged in one place
 
+
 class Strange:
     def __repr__(self):
         return "<strange>"
 
 
 @pytest.mark.parametrize("answer, shown", [
-    (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (0, "0"), (0.0, "0.0"), (-1, "-1"), ("8", "'8'"),
+    (math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf"), (0, "0"), (0.0, "0.0"), (-1, "-1"),
+    ("8", "'8'"),
     (True, "True"), (None, "None"), ([8], "[8]"), (1 + 2j, "(1+2j)"), (Strange(), "<strange>"), ({}, "{}"),
     (np.float64("nan"), "nan"), (np.array([8.0]), "array([8.])"), (np.bool_(True), "True"), (10**400, "1000"),
 ])  # fmt: skip
 def test_a_wrong_answer_is_named_with_schedule_and_step(answer, shown):
-    """Mutations: `isinstance(size, bool)` left out (True is 1); `None` read as "no value yet", so that a schedule
+    """Mutations: `isinstance(size, bool)` left out (True is 1); `None` read as "no value yet", so that a
+    schedule
 
     without a return never changes the size; OverflowError of an integer beyond any float.
     """
     message = refused_answer(answer)
-    assert "the schedule mine" in message and "at step 5;" in message and shown in message and "above 0" in message
+    assert (
+        "the schedule mine" in message
+        and "at step 5;" in message
+        and shown in message
+        and "above 0" in message
+    )
 
 
 def refused_answer(answer) -> str:
@@ -425,7 +479,8 @@ def refused_answer(answer) -> str:
 
 
 @pytest.mark.parametrize("answer, size", [
-    (np.float64(2.5), 2.5), (np.float32(0.5), 0.5), (np.int64(7), 7.0), (np.float64(0.3), 0.3), (Fraction(5, 2), 2.5),
+    (np.float64(2.5), 2.5), (np.float32(0.5), 0.5), (np.int64(7), 7.0), (np.float64(0.3), 0.3),
+    (Fraction(5, 2), 2.5),
     (3, 3.0), (1e-3, 1e-3),
 ])  # fmt: skip
 def test_numbers_of_any_library_are_taken(answer, size):
@@ -441,10 +496,16 @@ def test_an_exception_of_the_users_is_one_line_with_its_place(user_file):
     path = user_file("def grow(step, current_size):\n    table = {1: 8}\n    return table[step]\n")
     schedule = parse_schedule(f"{path}:grow", SIGNALS)
     assert decision(schedule, step=1)["size"] == 8
-    refused(lambda: decision(schedule, step=2), "the schedule grow failed at step 3", "KeyError: 2", "my_idea.py:3")
+    refused(
+        lambda: decision(schedule, step=2),
+        "the schedule grow failed at step 3",
+        "KeyError: 2",
+        "my_idea.py:3",
+    )
 
 
 # Clamps, units, the first decision
+
 
 def test_sizes_above_max_batch_size_are_clamped_and_said():
     """Mutation: `state.size` unclamped: the schedule goes on growing in secret and never comes back."""
@@ -459,7 +520,8 @@ def test_sizes_above_max_batch_size_are_clamped_and_said():
 
 
 def test_sizes_above_the_dataset_are_clamped_to_it():
-    """Mutation: no clamp: with 10 rows a size of 64 is cut every step, and the weights are never those of G (R37)."""
+    """Mutation: no clamp: with 10 rows a size of 64 is cut every step, and the weights are never those of G
+    (R37)."""
     small = Lengths({"train": 10}, Fraction(3))
     held = decision(lambda step, current_size: 64, lengths=small)
     assert (held["size"], held["target"]) == (10, "10") and "10 rows" in held["clamped"]
@@ -479,7 +541,8 @@ def test_sizes_above_the_dataset_are_clamped_to_it():
     (Batch(per_device_train_batch_size=0.3), 3, 0.3, Fraction(9, 10)),
     (Batch(per_device_train_batch_size=0.25), 8, 0.25, Fraction(2)),
     (Batch(per_device_train_batch_size=0.25, fraction="accumulate"), 1, 0.25, Fraction(4)),
-    (Batch(per_device_train_batch_size=0.25, fraction="accumulate", samples_per_pass=8), 1, 0.25, Fraction(32)),
+    (Batch(per_device_train_batch_size=0.25, fraction="accumulate", samples_per_pass=8), 1, 0.25,
+     Fraction(32)),
     (Batch(per_device_train_batch_size=0.3, fraction="accumulate"), 1, 0.3, Fraction(10, 3)),
     (Batch(per_device_train_batch_size=0.3, fraction="accumulate", samples_per_pass=2), 3, 0.3, Fraction(20)),
     (Batch(per_device_train_batch_size=0.18, fraction="accumulate"), 1, 0.18, Fraction(50, 9)),
@@ -519,6 +582,7 @@ def test_the_first_decision_is_the_initial_size_and_later_ones_see_the_steps_bef
 
 def test_a_bad_initial_size_of_a_schedule_is_named():
     """Mutation: `start` not judged: a run begins with NaN samples."""
+
     class Odd:
         start = math.nan
 

@@ -132,7 +132,7 @@ def _stack(values: list[Any], padding: float) -> torch.Tensor:
     longest = max((a.shape[0] for a in arrays if a.ndim), default=0)
     if any(a.ndim and a.shape[0] != longest for a in arrays):
         arrays = [np.concatenate([a, np.full((longest - len(a), *a.shape[1:]), padding, a.dtype)]) for a in arrays]
-    return torch.from_numpy(np.stack(arrays))
+    return torch.from_numpy(np.array(arrays))  # all of one shape now; faster than np.stack
 
 
 TASKS = {

@@ -100,7 +100,7 @@ def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then):
 
     Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not loaded.
     """
-    settings = [*COMMON, *SGD, "--optim_args", "momentum=0.9", "--micro_batch_size", "3"]
+    settings = [*COMMON, *SGD, "--optim_args", "momentum=0.9", "--learning_rate", "0.02", "--micro_batch_size", "3"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     runs(layout, first, [*settings, "--output_dir", str(whole)], [*settings, "--output_dir", str(cut), "--max_steps", "23"])
     for at, processes in enumerate(then):
