@@ -54,7 +54,8 @@ def main(config: Config) -> RunState:
         rows = task.load(config)
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
-    engine.prepare(model, build_optimizer(model, config.optim))
+    wanted = signals.wanted(schedule.signals, config.output.track)
+    engine.prepare(model, build_optimizer(model, config.optim), wanted)
     data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
 
     lengths = Lengths(data.lengths, exact(config.run.num_train_epochs), config.run.max_samples, config.run.max_steps)
@@ -89,8 +90,9 @@ def main(config: Config) -> RunState:
             learning_rate = config.optim.learning_rate * factor * rule(float(size / base))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
             engine.seed(state.step + 1)
+            batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
             own, sources, indices = data.share(plan)
-            measured = gradient(engine, task, own, data.idle_row, plan.size, weight, config.batch) if plan.size else None
+            measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch) if plan.size else None
             audit.write(state.step + 1, sources, indices, weight)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
@@ -100,10 +102,11 @@ def main(config: Config) -> RunState:
             state.advance(plan, skipped, measured, decision)
             record = train_record(
                 state, lengths, plan, measured, weight=weight, learning_rate=learning_rate, skipped=skipped,
-                micro_batch_size=config.batch.micro_batch_size,
-                passes=passes(plan.size, engine.world_size, config.batch.micro_batch_size),
+                micro_batch_size=batch.micro_batch_size,
+                passes=passes(plan.size, engine.world_size, batch.micro_batch_size),
             )  # fmt: skip
-            signals.after_step(state, record, state.seconds - before["seconds"])
+            signals.after_step(state, record, measured, state.seconds - before["seconds"], batch.noise_half_life)
+            record |= {name: state.signals.get(name) for name in wanted & signals.MEASURED}
             report.train(record)
             report.once(decision["clamped"])
             if state.skipped_in_a_row > config.optim.max_skipped:
@@ -151,6 +154,8 @@ def gradient(engine: Engine, task: Task, rows: list, idle_row: Callable, size: i
                 losses = losses / count.clamp(min=1).to(losses.device)
             loss = losses.sum()
             engine.backward(loss * (scale if at < len(rows) else 0.0))
+        own = int(count.sum()) if by_tokens else int((count > 0).sum())
+        engine.norms.close_pass(int((count > 0).sum()), scale * own * engine.loss_scale)
         total = total + loss.detach().double() * (at < len(rows))
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]

@@ -112,6 +112,10 @@ class Batch:
     """Last step of an epoch: keep it short, borrow from the next epoch, or discard the rest (policy)."""
     normalize_by: Literal["samples", "tokens"] | None = None
     """What weighs equally inside a step; by default what the task says: causal_lm tokens (policy)."""
+    noise_every: int = 1
+    """The noise scale, where a schedule or --track names it, is measured at every so manieth step (steps)."""
+    noise_half_life: float = 2000.0
+    """After so many samples a measurement counts half in the noise scale's averages (samples)."""
     check_agreement: bool = False
     """Every process compares a hash of its plan with rank 0's, at every step (yes/no)."""
 
@@ -190,6 +194,8 @@ class Output:
     """Project of the trackers (name)."""
     run_name: str | None = None
     """Name of the run in the trackers; by default the output folder's (name)."""
+    track: tuple[str, ...] = ()
+    """Signals to measure and record although no schedule names them, see adaptive/signals.py (names)."""
     audit: bool = False
     """Write the rows and weights every process trained on to audit/rankR.jsonl (yes/no)."""
 

@@ -19,12 +19,14 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,9 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
+from adaptive import noise_scale
 from adaptive.config import BadSetting, Config
+from adaptive.noise_scale import PassNorms
 
 MESSAGE_BYTES = 16_384  # of the first broadcast, which carries a decision; what is longer takes a second one
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
@@ -97,7 +101,7 @@ class Engine:
                 text = json.dumps({"answer": decide()}).encode()
             except Exception as failure:  # whatever it is, the other ranks wait for word
                 error, kind = failure, "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__
-                text = json.dumps({"error": str(failure)[:2000], "kind": kind}).encode()
+                text = json.dumps({"error": str(failure), "kind": kind}).encode()
         text = self._broadcast(text)
         if error:
             raise error
@@ -156,10 +160,15 @@ class Engine:
 
     # --- model --------------------------------------------------------------------------------------------------
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Move and wrap both; self.model and self.optimizer are what the loop uses from here on."""
+    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, wanted: Set[str] = frozenset()) -> None:
+        """Move and wrap both; self.model and self.optimizer are what the loop uses from here on.
+
+        `wanted`: names of the signals in use; what they need is measured.
+        """
+        self.wanted = wanted
         self.module = model
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.norms = PassNorms(model, bool(noise_scale.SIGNALS & wanted))
         self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
 
     def seed(self, step: int, same_everywhere: bool = False) -> None:
@@ -220,6 +229,26 @@ class Engine:
     def scales_loss(self) -> bool:
         """Whether non-finite gradients may be the loss scaler's own search."""
         return self.accelerator.scaler is not None
+
+    @property
+    def loss_scale(self) -> float:
+        """What backward multiplies the loss by, beside what the loop does."""
+        return self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
+
+    def memory_usage(self) -> float:
+        """Share of this process's device memory that is taken, in [0, 1]; of the machine's memory on a CPU."""
+        if self.device.type != "cuda":
+            import psutil
+
+            return psutil.virtual_memory().percent / 100
+        try:
+            free, total = torch.cuda.mem_get_info(self.device)
+        except RuntimeError:  # seen on ROCm: what the allocator holds, over what the device has
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            free = total - torch.cuda.memory_reserved(self.device)
+        # What the allocator keeps for later is free to us.
+        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return 1 - (free + unused) / total
 
     def set_learning_rate(self, rate: float) -> None:
         """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies it."""
@@ -315,13 +344,13 @@ class DeepSpeedEngine(Engine):
         super().__init__(config)
         self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
 
-    def prepare(self, model, optimizer):
+    def prepare(self, model, optimizer, wanted=frozenset()):
         settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
         settings["train_micro_batch_size_per_gpu"] = 1  # must be an integer, has no meaning here
         settings.pop("train_batch_size", None)
         settings["gradient_accumulation_steps"] = 1  # the loop owns the scale
         settings["gradient_clipping"] = self.config.optim.max_grad_norm
-        super().prepare(model, optimizer)
+        super().prepare(model, optimizer, wanted)
         self.sharded = self.stage > 0 and not self._full_gradient()
 
     @contextlib.contextmanager
@@ -376,10 +405,29 @@ class DeepSpeedEngine(Engine):
 
     def load_state(self, folder, manifest):
         self._same_kind(folder, manifest)
-        if manifest["world_size"] != self.world_size:
-            raise BadSetting(f"{folder} was saved by {manifest['world_size']} processes under ZeRO, here are "
-                             f"{self.world_size}; start with --num_processes {manifest['world_size']}")
-        self.model.load_checkpoint(str(folder), tag="engine")
+        if manifest["world_size"] != self.world_size and self.stage:
+            self._load_universal(folder)
+        else:
+            self.model.load_checkpoint(str(folder), tag="engine")
+
+    def _load_universal(self, folder: Path) -> None:
+        """Shards of another number of processes, through DeepSpeed's universal format, made and removed here.
+
+        BadSetting where it knows no such conversion: Adam-type optimizers in fp32 only.
+        """
+        universal = folder.with_name(f".{folder.name}.universal")
+        self.from_rank0(lambda: _convert(folder / "engine", universal / "engine"))
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self.model._config.load_universal_checkpoint = True
+        try:
+            self.model.load_checkpoint(str(universal), tag="engine")
+        finally:
+            self.model._config.load_universal_checkpoint = False
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)  # stage 3 copies the first group's weight decay into all
+        self.wait()
+        if self.is_main:
+            shutil.rmtree(universal)
 
     def _whole_state(self):
         if self.stage < 3:
@@ -389,6 +437,10 @@ class DeepSpeedEngine(Engine):
         once = {name for name, _ in self.module.named_parameters()}
         again = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - once
         return {name: tensor for name, tensor in state.items() if name not in again}
+
+    @property
+    def loss_scale(self):
+        return self._loss_scale()
 
     def _full_gradient(self) -> bool:
         return type(self.model.optimizer).__name__ in ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer")
@@ -410,6 +462,24 @@ class DeepSpeedEngine(Engine):
         else:
             groups = list(self.model.module.parameters())
         return [p.grad for p in groups if p.grad is not None]
+
+
+def _convert(source: Path, target: Path) -> None:
+    """DeepSpeed's checkpoint `source` -> universal `target`; BadSetting when its optimizer has no conversion."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    # Not in the launcher's name: the child is no rank of this run.
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [*command, "--input_folder", str(source), "--output_folder", str(target)],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        shutil.rmtree(target.parent, ignore_errors=True)
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise BadSetting(
+            f"{source.parent} was saved by another number of processes, and DeepSpeed cannot convert its optimizer's "
+            f"state ({reason}); start with as many processes as before (manifest.json: world_size), or train with AdamW"
+        )
 
 
 @contextlib.contextmanager

@@ -11,6 +11,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from adaptive import noise_scale
+from adaptive.config import BadSetting
+
 KNOWN = {
     "step": "decisions so far",
     "updates": "changes of the weights so far",
@@ -24,12 +27,20 @@ KNOWN = {
     "loss_ema": "loss averaged with a half-life of 10 updates",
     "eval_loss": "of the last evaluation",
     "grad_norm": "of the last step, before clipping",
+    "noise_scale": "gradient noise scale, averaged: the size at which noise equals signal (samples)",
+    "grad_variance": "tr(S), variance of one sample's gradient, averaged",
+    "grad_cosine": "expected cosine between the gradients of two halves of a step, averaged",
+    "memory_usage": "memory taken over memory there is, of the fullest process",
     "learning_rate": "of the last step",
     "lr_decay": "decay factor of the coming step, without warmup and batch scaling, in [0, 1]",
     "step_seconds": "wall clock of the last step",
     "samples_per_second": "of the last step",
     "world_size": "data-parallel processes",
 }
+MEASURED = frozenset(
+    ("loss_ema", "eval_loss", "noise_scale", "grad_variance", "grad_cosine", "memory_usage", "step_seconds",
+     "samples_per_second")
+)  # fmt: skip  (recorded by name when in use; the others are in every record)
 LOSS_EMA_KEEP = 0.5 ** (1 / 10)
 
 
@@ -45,6 +56,8 @@ class Measured:
     finite: bool
     seconds: float  # rank 0's clock
     stop: bool  # a signal asked some process to stop
+    passes: tuple[float, float] | None  # means over passes of |g_k|^2 and 1/b_k (noise_scale.py)
+    memory_usage: float | None
 
     @classmethod
     def reduce(cls, engine: Any, loss_sum: Any, weighing: int, items: int, token_counts: list[tuple]) -> Measured:
@@ -52,14 +65,18 @@ class Measured:
 
         `weighing`: what the loss is a mean over (samples or tokens). `token_counts`: (input, padding) per real pass.
         """
-        own_loss, own_square = engine.read(loss_sum, engine.squared_norm())
+        norms = engine.norms
+        own_loss, own_square, own_passes = engine.read(loss_sum, engine.squared_norm(), norms.total(engine.device))
         if not engine.sharded:  # every rank holds the whole gradient
             own_square /= engine.world_size
         inputs, padding = (sum(counts) for counts in zip(*token_counts, strict=True)) if token_counts else (0, 0)
         clock = engine.seconds() if engine.rank == 0 else 0.0
-        loss, weight, square, items, inputs, padding, seconds, stops = engine.sum(
-            [own_loss, weighing, own_square, items, inputs, padding, clock, engine.stop_asked]
-        )
+        slots = [0.0] * (engine.world_size if "memory_usage" in engine.wanted else 0)  # a maximum, through a sum
+        if slots:
+            slots[engine.rank] = engine.memory_usage()
+        own = [own_loss, weighing, own_square, items, inputs, padding, clock, engine.stop_asked]
+        own += [own_passes, norms.inverse_sizes, norms.passes, *slots]
+        loss, weight, square, items, inputs, padding, seconds, stops, pass_square, inverse, n, *memory = engine.sum(own)
         finite = math.isfinite(loss) and math.isfinite(square)  # one rank's NaN or inf is in the sum of all
         return cls(
             loss=loss / weight if math.isfinite(loss) and weight else None,
@@ -70,7 +87,17 @@ class Measured:
             finite=finite,
             seconds=seconds,
             stop=stops > 0,
+            passes=(pass_square / n, inverse / n) if n else None,
+            memory_usage=max(memory, default=None),
         )
+
+
+def wanted(named: set[str], tracked: tuple[str, ...]) -> frozenset[str]:
+    """Signals in use: those a schedule names and those of --track. BadSetting for an unknown one."""
+    unknown = [name for name in tracked if name not in KNOWN]
+    if unknown:
+        raise BadSetting(f"--track {unknown[0]} is no signal; write one of {', '.join(KNOWN)}")
+    return frozenset(named) | frozenset(tracked)
 
 
 def before_step(state: Any, world_size: int, lr_decay: float) -> dict[str, Any]:
@@ -87,16 +114,35 @@ def before_step(state: Any, world_size: int, lr_decay: float) -> dict[str, Any]:
     }
 
 
-def after_step(state: Any, record: dict[str, Any], step_seconds: float) -> None:
-    """Remember what the step measured, in state.signals; a value that was not measured stays as it was."""
+def after_step(state: Any, record: dict[str, Any], measured: Measured | None, seconds: float, half_life: float) -> None:
+    """Remember what the step measured, in state.signals; a value that was not measured stays as it was.
+
+    seconds: of the step; half_life: of the noise scale's averages, in samples.
+    """
     seen = state.signals
     for name in ("epoch", "train_coverage", "learning_rate", "loss", "grad_norm"):
         if record[name] is not None:
             seen[name] = record[name]
     if record["loss"] is not None:
-        before = seen.get("loss_ema")
-        seen["loss_ema"] = record["loss"] if before is None else (
-            LOSS_EMA_KEEP * before + (1 - LOSS_EMA_KEEP) * record["loss"]
-        )
-    seen["step_seconds"] = step_seconds
-    seen["samples_per_second"] = record["batch_size"] / step_seconds if step_seconds > 0 else None
+        before = seen.get("loss_ema", record["loss"])
+        seen["loss_ema"] = LOSS_EMA_KEEP * before + (1 - LOSS_EMA_KEEP) * record["loss"]
+    seen["step_seconds"] = seconds
+    seen["samples_per_second"] = record["batch_size"] / seconds if seconds > 0 else None
+    if measured and measured.memory_usage is not None:
+        seen["memory_usage"] = measured.memory_usage
+    if measured and measured.passes and not record["skipped"]:
+        _learn_noise(state, record, measured, half_life)
+
+
+def _learn_noise(state: Any, record: dict[str, Any], measured: Measured, half_life: float) -> None:
+    n = record["batch_size"]
+    square = (measured.grad_norm / (n * record["weight"])) ** 2  # of the mean gradient: the step's weights sum to n w
+    parts = noise_scale.estimate(square, *measured.passes, n)
+    if parts is None:
+        state.invalid += 1
+        return
+    state.noise = noise_scale.averaged(state.noise, parts, n, half_life)
+    signal, noise = (state.noise[name] / state.noise["weight"] for name in ("signal", "noise"))
+    state.signals |= {"grad_variance": noise, "noise_scale": noise_scale.noise_scale(state.noise)}
+    if signal > 0 and noise >= 0:
+        state.signals["grad_cosine"] = signal / (signal + 2 * noise / n)

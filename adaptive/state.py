@@ -36,6 +36,8 @@ class RunState:
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> steps
     skipped_in_a_row: int = 0  # non-finite steps since the last good one
     signals: dict[str, float | None] = field(default_factory=dict)  # last value of each signal
+    noise: dict[str, float] | None = None  # running sums of the noise scale's two parts
+    invalid: int = 0  # measurements that gave no estimate
     schedule: Any = None  # what the schedule's own state_dict() returned
 
     @classmethod

@@ -23,7 +23,7 @@ from typing import Any
 
 from adaptive.config import BadSetting, Batch, Config
 from adaptive.plan import Lengths, exact
-from adaptive.schedules import open_loop
+from adaptive.schedules import feedback, open_loop
 from adaptive.schedules.literal import parse_call
 from adaptive.state import RunState
 
@@ -251,4 +251,9 @@ SCHEDULES: dict[str, Callable] = {
     "exponential": open_loop.exponential,
     "cosine": open_loop.cosine,
     "seesaw": open_loop.seesaw,
+    "gradient_memory": feedback.gradient_memory,
+    "noise_scale": feedback.noise_scale,
+    "norm_test": feedback.norm_test,
+    "cosine_target": feedback.cosine_target,
+    "loss_plateau": feedback.loss_plateau,
 }

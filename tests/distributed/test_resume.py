@@ -15,7 +15,7 @@ import pytest
 import torch
 from launching import ROOT, audits, environment, launch, records, run_python
 from safetensors.torch import load_file
-from test_same_answer import COMMON, HERE, SGD, distance
+from test_same_answer import ADAMW, COMMON, HERE, SGD, distance
 
 pytestmark = pytest.mark.slow
 DROPOUT = [  # BERT with dropout 0.1 on the standard library's source
@@ -94,15 +94,27 @@ def runs(layout: str, processes: int, *arguments: list[str]) -> None:
     launch(layout, processes, HERE / "several_runs.py", json.dumps(list(arguments)), ADAPTIVE_TIMEOUT_MINUTES="1")
 
 
-@pytest.mark.parametrize(("layout", "first", "then"), [("cpu_ddp", 2, (3, 1)), ("cpu_zero2", 2, (2,)), ("cpu_zero3", 2, (2,))])
-def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then):
+MOMENTUM = [*SGD, "--optim_args", "momentum=0.9", "--learning_rate", "0.02"]
+GENTLE_ADAMW = [*ADAMW[:2], "--learning_rate", "1e-4", "--max_steps", "40"]
+CASES = [  # layout, processes until step 23, then, optimizer
+    ("cpu_ddp", 2, (3, 1), MOMENTUM),
+    ("cpu_zero1", 2, (3,), GENTLE_ADAMW),
+    ("cpu_zero2", 2, (2, 1), GENTLE_ADAMW),
+    ("cpu_zero3", 2, (2, 3), GENTLE_ADAMW),
+]
+
+
+@pytest.mark.parametrize(("layout", "first", "then", "optimizer"), CASES, ids=[case[0] for case in CASES])
+def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, optimizer):
     """W = 2 until step 23, then others to the end: rows, sizes and losses as without a stop, weights to 1e-6.
 
-    Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not loaded.
+    Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not loaded;
+    settings of the parameter groups not put back after a conversion (biases decay).
     """
-    settings = [*COMMON, *SGD, "--optim_args", "momentum=0.9", "--learning_rate", "0.02", "--micro_batch_size", "3"]
+    settings = [*COMMON, *optimizer, "--micro_batch_size", "3"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    runs(layout, first, [*settings, "--output_dir", str(whole)], [*settings, "--output_dir", str(cut), "--max_steps", "23"])
+    cut_short = [*settings, "--output_dir", str(cut), "--max_steps", "23"]
+    runs(layout, first, [*settings, "--output_dir", str(whole)], cut_short)
     for at, processes in enumerate(then):
         folder = tmp_path / f"then-{processes}-{at}"
         shutil.copytree(cut, folder)
@@ -113,6 +125,17 @@ def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then):
         assert [r["loss"] for r in a if r["loss"]] == pytest.approx([r["loss"] for r in b if r["loss"]], rel=1e-5)
         assert distance(folder, whole) < 1e-6
         assert set(audits(folder)) == set(range(max(first, processes)))
+        assert not list((folder / "checkpoints").glob(".*")), "nothing is left of a conversion"
+
+
+def test_an_optimizer_without_conversion_is_refused(tmp_path):
+    """SGD with momentum under ZeRO-2, 2 processes to 3: one line that says why, never a fresh optimizer."""
+    settings = [*COMMON, *MOMENTUM, "--micro_batch_size", "3", "--output_dir", str(tmp_path / "run"), "--max_steps"]
+    runs("cpu_zero2", 2, [*settings, "4"])
+    resume = json.dumps([[*settings, "6", "--resume_from_checkpoint", "auto"]])
+    done = launch("cpu_zero2", 3, HERE / "several_runs.py", resume, check=False, ADAPTIVE_TIMEOUT_MINUTES="1")
+    assert done.returncode != 0
+    assert "DeepSpeed cannot convert its optimizer's state" in done.stdout + done.stderr
 
 
 def test_another_dataset_is_refused(tmp_path):

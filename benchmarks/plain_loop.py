@@ -1,0 +1,89 @@
+"""Throughput of the template against a plain Accelerate loop: constant size -> ratio of tokens per second.
+
+    python benchmarks/plain_loop.py
+    accelerate launch --config_file accelerate_configs/cpu_ddp.yaml benchmarks/plain_loop.py
+
+The plain loop is `accelerator.prepare(model, optimizer, DataLoader)` and nothing else: the same llama-tiny, the same
+packed rows of the embedded data, AdamW, clipping to 1, 16 samples of 128 tokens per process and step, the loss that
+transformers computes. It never reads a loss, writes no record and evaluates nothing. Both loops are in the same
+processes and take turns (interleave.py); ratios are of neighbouring blocks. Trackers are off; flags of train.py after
+the command override this, such as `--report_to wandb`.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import interleave
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+import train
+from adaptive.config import parse
+from adaptive.optim import build_optimizer
+from adaptive.tasks import load_task
+
+ROWS, TOKENS = 16, 128  # per process and step
+N_BLOCKS, BLOCK_STEPS = 10, 20
+
+
+class Plain:
+    """What one would write with Accelerate alone; built at the first step, when train.main has its processes."""
+
+    def __init__(self):
+        self.rows = None
+
+    def build(self) -> None:
+        config, task = parse(["--output_dir", "unused"]), load_task("causal_lm")
+        rows = task.load(config).train.with_format("torch")
+        rows = rows.select(range(len(rows) - 1))  # packed: all but the last have 128 tokens, which default_collate needs
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        model = task.model(config)
+        optimizer = build_optimizer(model, config.optim)
+        loader = DataLoader(rows, batch_size=ROWS, shuffle=True, drop_last=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.rows = self.epochs()
+
+    def epochs(self):
+        while True:
+            yield from self.loader
+
+    def step(self) -> None:
+        if self.rows is None:
+            self.build()
+        batch = next(self.rows)
+        loss = self.model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def main() -> None:
+    flags = ["--batch_size", str(ROWS * interleave.WORLD_SIZE), "--lr_scheduler_type", "constant",
+             "--max_grad_norm", "1.0", "--num_train_epochs", "100"]  # fmt: skip
+    blocks = interleave.run(flags, Plain().step, N_BLOCKS, BLOCK_STEPS)
+    if interleave.IS_MAIN:
+        show(*blocks)
+    train.Engine.leave()
+
+
+def show(template: list, plain: list) -> None:
+    """One table: tokens per second of both, and the ratio of each pair of blocks."""
+    tokens = ROWS * TOKENS * interleave.WORLD_SIZE
+    print(f"W = {interleave.WORLD_SIZE}, {ROWS} samples of {TOKENS} tokens per process, {torch.get_num_threads()} thread "
+          f"each, {N_BLOCKS} pairs of blocks of {BLOCK_STEPS} steps: median [lowest, highest]")  # fmt: skip
+    for name, blocks in (("template, tokens/s", template), ("plain loop, tokens/s", plain)):
+        row(name, [tokens / statistics.fmean(block) for block in blocks], ",.0f")
+    row("ratio", [sum(b) / sum(a) for a, b in zip(template, plain, strict=True)], ".4f")
+    row("ratio of median steps", [statistics.median(b) / statistics.median(a) for a, b in zip(template, plain, strict=True)], ".4f")
+    print(f"{'goal for the ratio':24} {0.98:10.4f}")
+
+
+def row(name: str, values: list[float], form: str) -> None:
+    print(f"{name:24} {statistics.median(values):10{form}} [{min(values):{form}}, {max(values):{form}}]")
+
+
+if __name__ == "__main__":
+    main()
