@@ -425,6 +425,9 @@ class DeepSpeedEngine(Engine):
             self.model._config.load_universal_checkpoint = False
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)  # stage 3 copies the first group's weight decay into all
+        for state in self.model.optimizer.optimizer.state.values():
+            if torch.is_tensor(state.get("step")):  # stage 3 hands all groups one tensor, which each would count up
+                state["step"] = state["step"].clone()
         self.wait()
         if self.is_main:
             shutil.rmtree(universal)
