@@ -1,8 +1,8 @@
 """Train with a batch size that is a scheduled variable.
 
-    accelerate launch train.py                                    # this machine's default: one process, or its GPUs
-    accelerate launch --config_file accelerate_configs/zero2.yaml train.py --batch_size 2.5 --schedule "linear()"
-    python train.py --help                                        # every setting, with its unit
+    accelerate launch train.py                       # this machine's default: one process, or its GPUs
+    accelerate launch --config_file accelerate_configs/zero2.yaml train.py --batch_size 2.5
+    python train.py --help                           # every setting, with its unit
 
 One step, top to bottom in `main`:
 
@@ -11,15 +11,17 @@ One step, top to bottom in `main`:
        |                                                                         v
      measure <-- optimizer step <-- backward(loss sum * scale) <-- micro-batches <-- rows
 
-The data is an endless line of positions and a step is an interval of it: the schedule only decides where the interval
-ends, and which process computes which position is arithmetic (adaptive/plan.py). What the loss is multiplied by is
-derived in adaptive/scaling.py, what the hardware is stays in adaptive/engine.py, what a sample is in adaptive/tasks.
+The data is an endless line of positions and a step is an interval of it: the schedule only decides where the
+interval ends, and which process computes which position is arithmetic (adaptive/plan.py). What the loss is
+multiplied by is derived in adaptive/scaling.py; hardware stays in adaptive/engine.py, samples in
+adaptive/tasks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 from adaptive.config import BadSetting, Batch, Config, Every, exit_with, parse_or_exit, save
@@ -30,10 +32,10 @@ from adaptive import scaling, signals  # noqa: E402
 from adaptive.checkpoint import Checkpoints  # noqa: E402
 from adaptive.data import Data  # noqa: E402
 from adaptive.engine import Engine  # noqa: E402
-from adaptive.evaluate import evaluate  # noqa: E402
+from adaptive.evaluate import tell_evaluation  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
 from adaptive.plan import Lengths, exact, passes, plan_step  # noqa: E402
-from adaptive.records import Audit, counters, open_folder, train_record  # noqa: E402
+from adaptive.records import Audit, open_folder, train_record  # noqa: E402
 from adaptive.report import Report  # noqa: E402
 from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
 from adaptive.state import RunState  # noqa: E402
@@ -42,8 +44,9 @@ from adaptive.tasks import Task, load_task  # noqa: E402
 
 def main(config: Config) -> RunState:
     """Run what `config` asks for; returns the final state, the same on every process."""
+    run, optim = config.run, config.optim
     schedule = load_schedule(config, set(signals.KNOWN))
-    decay, rule = scaling.parse_decay(config.optim), scaling.parse_rule(config.optim.lr_scaling)
+    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling)
     task = load_task(config.data.task)
     eval_every = Every.parse(config.eval.eval_every, "eval_every")
     save_every = Every.parse(config.output.save_every, "save_every")
@@ -55,44 +58,48 @@ def main(config: Config) -> RunState:
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
     wanted = signals.wanted(schedule.signals, config.output.track)
-    engine.prepare(model, build_optimizer(model, config.optim), wanted)
+    engine.prepare(model, build_optimizer(model, optim), wanted)
     data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
 
-    lengths = Lengths(data.lengths, exact(config.run.num_train_epochs), config.run.max_samples, config.run.max_steps)
+    lengths = Lengths(data.lengths, exact(run.num_train_epochs), run.max_samples, run.max_steps)
     checkpoints = Checkpoints(config, engine, rows.fingerprint)
-    state = RunState.fresh(list(data.lengths), engine.world_size, first_size(schedule, config.batch))
-    state = checkpoints.resume(state)
+    start = first_size(schedule, config.batch)
+    state = checkpoints.resume(RunState.fresh(list(data.lengths), engine.world_size, start))
     schedule.load_state_dict(state.schedule)
-    config.optim.base_batch_size = config.optim.base_batch_size or state.initial_size
+    optim.base_batch_size = optim.base_batch_size or state.initial_size
     config.batch.normalize_by = config.batch.normalize_by or task.normalize_by
-    base = global_size(config.optim.base_batch_size, config.batch, state.world_size)
-    warmup = config.optim.warmup_samples or int(config.optim.warmup_ratio * lengths.samples)
+    base = global_size(optim.base_batch_size, config.batch, state.world_size)
+    warmup = optim.warmup_samples or int(optim.warmup_ratio * lengths.samples)
     audit, evaluated, stop = Audit(config, engine.rank), 0, False
 
     with Report(config, engine.accelerator, lengths.samples, state, checkpoints.run_id) as report:
         engine.listen()
         engine.from_rank0(lambda: save(config, folder / "config.yaml"))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
-        while state.step != config.run.max_steps and not stop:
+        while state.step != run.max_steps and not stop:
             # Decide: rank 0 calls the schedule, every process gets the same exact number.
-            before, factor = state.counters(), decay(lengths.progress(state.cursor, state.samples, state.step))
+            before = state.counters()
+            factor = decay(lengths.progress(state.cursor, state.samples, state.step))
             seen = signals.before_step(state, engine.world_size, factor) | task.signals()
-            decision = engine.from_rank0(lambda: decide(schedule, state, seen, config.batch, lengths, engine.seconds()))
-            target = {"train": Fraction(decision["target"])}
-            plan = plan_step(target, state.cursor, state.carry, lengths, config.batch.epoch_end, state.samples)
+            question = partial(decide, schedule, state, seen, config.batch, lengths, engine.seconds())
+            decision = engine.from_rank0(question)
+            target, epoch_end = {"train": Fraction(decision["target"])}, config.batch.epoch_end
+            plan = plan_step(target, state.cursor, state.carry, lengths, epoch_end, state.samples)
             if plan is None:
                 break
             if config.batch.check_agreement:
                 engine.same_everywhere(f"{plan} {state}", f"the plan of step {state.step + 1}")
 
             # Gradient: the weighted sum over the step's samples, wherever they are computed.
-            size, weight = scaling.mean_size(plan), scaling.sample_weight(config.batch, plan, engine.world_size)
-            learning_rate = config.optim.learning_rate * factor * rule(float(size / base))
+            weight = scaling.sample_weight(config.batch, plan, engine.world_size)
+            learning_rate = optim.learning_rate * factor * rule(float(scaling.mean_size(plan) / base))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
             engine.seed(state.step + 1)
             batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
             own, sources, indices = data.share(plan)
-            measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch) if plan.size else None
+            measured = None
+            if plan.size:
+                measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch)
             audit.write(state.step + 1, sources, indices, weight)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
@@ -105,13 +112,11 @@ def main(config: Config) -> RunState:
                 micro_batch_size=batch.micro_batch_size,
                 passes=passes(plan.size, engine.world_size, batch.micro_batch_size),
             )  # fmt: skip
-            signals.after_step(state, record, measured, state.seconds - before["seconds"], batch.noise_half_life)
+            signals.after_step(state, record, measured, before["seconds"], batch.noise_half_life)
             record |= {name: state.signals.get(name) for name in wanted & signals.MEASURED}
             report.train(record)
             report.once(decision["clamped"])
-            if state.skipped_in_a_row > config.optim.max_skipped:
-                raise RuntimeError(f"{state.skipped_in_a_row} non-finite steps in a row; a lower --learning_rate or a "
-                                   "longer --warmup_samples may help, --max_skipped allows more")  # fmt: skip
+            state.refuse_divergence(optim.max_skipped)
             stop = measured is not None and measured.stop
             if eval_every.due(before, state.counters()) and not stop:
                 evaluated = state.step
@@ -121,10 +126,7 @@ def main(config: Config) -> RunState:
 
         if stop:
             return leave_word(config, state, report)
-        if not state.updates:
-            why = f"skipped: {state.skipped}" if state.skipped else "its data is less than one step"
-            raise BadSetting(f"the run ended after {state.step} steps without one update ({why}); look at the data, or "
-                             "write another --batch_size, --max_steps or --epoch_end keep")  # fmt: skip
+        state.refuse_no_update()
         if evaluated != state.step:
             tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
         checkpoints.save(state, report)
@@ -132,10 +134,12 @@ def main(config: Config) -> RunState:
     return state
 
 
-def gradient(engine: Engine, task: Task, rows: list, idle_row: Callable, size: int, weight: float, batch: Batch):
-    """Forward and backward of every pass of one step; leaves sum_i w_i grad l_i (scaling.py, eq. 1) in the engine.
+def gradient(
+    engine: Engine, task: Task, rows: list, idle_row: Callable, size: int, weight: float, batch: Batch
+) -> signals.Measured:
+    """Forward and backward of every pass of one step; leaves sum_i w_i grad l_i (scaling.py) in the engine.
 
-    Every process runs the same number of passes; one without samples left runs a row with weight 0. Returns Measured.
+    Every process runs the same number of passes; one without samples left runs a row with weight 0.
     """
     micro, by_tokens = batch.micro_batch_size, batch.normalize_by == "tokens"
     starts = range(0, passes(size, engine.world_size, micro) * micro, micro)
@@ -149,7 +153,7 @@ def gradient(engine: Engine, task: Task, rows: list, idle_row: Callable, size: i
     total = 0.0
     for at, passed, count in zip(starts, batches, items, strict=True):
         with engine.pass_(last=at == starts[-1]):
-            losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over supervised items
+            losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over items
             if not by_tokens:
                 losses = losses / count.clamp(min=1).to(losses.device)
             loss = losses.sum()
@@ -165,28 +169,18 @@ def gradient(engine: Engine, task: Task, rows: list, idle_row: Callable, size: i
 def update(engine: Engine, measured: signals.Measured, learning_rate: float) -> str | None:
     """Step the optimizer unless the step has nothing to learn from; None, or the reason why not."""
     if not measured.items or not measured.finite:
-        overflow = engine.scales_loss and measured.loss is not None  # the loss is sound: its scale was too large
+        overflow = engine.scales_loss and measured.loss is not None  # the loss is sound, its scale too large
         engine.discard(overflow)
         return "unsupervised" if not measured.items else "overflow" if overflow else "nonfinite"
     engine.set_learning_rate(learning_rate)
     return None if engine.update(measured.grad_norm) else "overflow"
 
 
-def tell_evaluation(engine, task, dataset, config, state, lengths, report) -> bool:
-    """Evaluate, remember `eval_loss` as a signal, write the record; False when a signal cut it off."""
-    if dataset is None or not len(dataset):
-        return True
-    means = evaluate(engine, task, dataset, config.eval.per_device_eval_batch_size, config.batch.normalize_by)
-    if means is not None:
-        state.signals["eval_loss"] = means["eval_loss"]
-        report.eval({"kind": "eval", **counters(state, lengths), **means})
-    return means is not None
-
-
 def leave_word(config: Config, state: RunState, report: Report) -> RunState:
     """Say how to go on after a signal."""
-    report.say(f"stopped by a signal after step {state.step} and saved; go on with: accelerate launch ... train.py "
-               f"--config {config.run.output_dir}/config.yaml --resume_from_checkpoint auto")  # fmt: skip
+    how = f"--config {config.run.output_dir}/config.yaml --resume_from_checkpoint auto"
+    report.say(f"stopped by a signal after step {state.step} and saved; go on with:")
+    report.say(f"accelerate launch ... train.py {how}")
     return state
 
 

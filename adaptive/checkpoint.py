@@ -1,12 +1,13 @@
 """RunState, weights and optimizer <-> a folder that is whole or does not count.
 
     OUTPUT_DIR/checkpoints/step_{k}/
-        manifest.json    the run's state (state.py), files and their sizes, processes, data fingerprint, W&B run
+        manifest.json    the run's state (state.py), files, sizes, processes, data fingerprint, W&B run
         ...              what the engine keeps: weights, optimizer, loss scaler
 
-All processes write into a folder of another name; they agree that nothing failed; rank 0 writes the manifest, flushes,
-renames once, and only then removes older ones. There is no pointer file: the newest folder whose manifest fits counts.
-Any number of processes may open it: positions are absolute, and draws are functions of (seed, rank, step).
+All processes write into a folder of another name; they agree that nothing failed; rank 0 writes the manifest,
+flushes, renames once, and only then removes older ones. There is no pointer file: the newest folder whose
+manifest fits counts. Any number of processes may open it: positions are absolute, and draws are functions of
+(seed, rank, step).
 """
 
 from __future__ import annotations
@@ -37,13 +38,17 @@ class Checkpoints:
         self.run_id: str | None = None
 
     def save(self, state: RunState, report: Any) -> bool:
-        """Collective. False, with a warning, when a process could not write; older checkpoints are then untouched."""
+        """Collective. False, with a warning, when a process could not write; older checkpoints are then
+        untouched.
+        """
         if state.step == self.saved_step:
             return True
         target, partial = self.folder / f"step_{state.step}", self.folder / f".step_{state.step}.partial"
         error = self._attempt(lambda: self._clear(partial) if self.engine.is_main else None)
         error = error or self._attempt(lambda: self.engine.save_state(partial))
-        error = error or self._attempt(lambda: self._seal(partial, target, state, report) if self.engine.is_main else None)
+        error = error or self._attempt(
+            lambda: self._seal(partial, target, state, report) if self.engine.is_main else None
+        )
         if error:
             if self.engine.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -70,7 +75,9 @@ class Checkpoints:
         partial.mkdir(parents=True)
 
     def _seal(self, partial: Path, target: Path, state: RunState, report: Any) -> None:
-        files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
+        files = {
+            str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()
+        }
         manifest = {
             "state": state.to_json(),
             "files": files,
@@ -98,9 +105,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def resume(self, fresh: RunState) -> RunState:
-        """The state to go on from: `fresh`, or that of --resume_from_checkpoint with weights and optimizer loaded.
+        """The state to go on from: `fresh`, or that of --resume_from_checkpoint with weights and optimizer
+        loaded.
 
-        Rank 0 chooses. BadSetting when the checkpoint is not whole, or another dataset, seed or order made it.
+        Rank 0 chooses. BadSetting when the checkpoint is not whole, or another dataset, seed or order made
+        it.
         """
         wanted = self.config.run.resume_from_checkpoint
         if not wanted:
@@ -130,7 +139,9 @@ class Checkpoints:
             return None
         missing = problem(Path(wanted))
         if missing:
-            raise BadSetting(f"--resume_from_checkpoint {wanted}: {missing}; write auto, or a folder checkpoints/step_N")
+            raise BadSetting(
+                f"--resume_from_checkpoint {wanted}: {missing}; write auto, or a folder checkpoints/step_N"
+            )
         return str(self._checked(Path(wanted)))
 
     def _checked(self, path: Path) -> Path:
@@ -144,7 +155,8 @@ class Checkpoints:
         if differing:
             name = differing[0]
             raise BadSetting(
-                f"{path} was made with another {names[name]} ({manifest[name]}, here {here[name]}); continue with the same"
+                f"{path} was made with another {names[name]} ({manifest[name]}, here {here[name]}); "
+                "continue with the same"
                 + (", or write --allow_dataset_change" if name == "fingerprint" else "")
             )
         return path

@@ -1,9 +1,9 @@
 """Flags and YAML -> every number of a run, with its unit.
 
-One dataclass per group of `--help`; a field's docstring is its help text and ends with its unit. A recipe is a YAML
-file whose keys are the flag names; flags after it win. Knows no hardware and imports no torch, so that a bad setting
-is answered before any process group or model exists.
-To add one: a field with a docstring; if it has limits, a line in `check`.
+One dataclass per group of `--help`; a field's docstring is its help text and ends with its unit. A recipe is
+a YAML file whose keys are the flag names; flags after it win. Knows no hardware and imports no torch, so that
+a bad setting is answered before any process group or model exists. To add one: a field with a docstring; if
+it has limits, a line in `check`.
 """
 
 from __future__ import annotations
@@ -97,13 +97,17 @@ class Batch:
     per_device_train_batch_size: float | None = None
     """Initial size of one device instead, any number > 0 (samples per device)."""
     schedule: str = "linear(interval=100, max_size=32, increment=2)"
-    """NAME(settings) or FILE.py:NAME(settings): decides each step's size (in the unit of the initial size)."""
+    """NAME(settings) or FILE.py:NAME(settings): decides each step's size (in the unit of the initial
+    size).
+    """
     max_batch_size: float | None = None
     """Larger sizes are clamped to this (samples, in the unit of the initial size)."""
     micro_batch_size: int = 32
     """Most samples one process sends through the model at once; memory only (samples per process)."""
     fraction: Literal["participate", "accumulate"] = "participate"
-    """A per-device size b below 1: b samples a step on average, or the share of an update one pass is (policy)."""
+    """A per-device size b below 1: b samples a step on average, or the share of an update one pass is
+    (policy).
+    """
     samples_per_pass: int = 1
     """Samples in the pass that --fraction accumulate speaks of (samples per device)."""
     fractional_scaling: Literal["target", "realized", "ceil"] = "target"
@@ -129,7 +133,9 @@ class Optim:
     optim_args: str = ""
     """Further arguments of the optimizer, e.g. "momentum=0.9" (name=value, ...)."""
     learning_rate: float | None = None
-    """Peak at --base_batch_size; default 3e-3 for a preset from scratch, 5e-5 for a pretrained model (per update)."""
+    """Peak at --base_batch_size; default 3e-3 for a preset from scratch, 5e-5 for a pretrained model (per
+    update).
+    """
     lr_scheduler_type: str = "cosine"
     """Decay over the run's samples, a name of adaptive/scaling.py (name)."""
     lr_scheduler_kwargs: str = ""
@@ -173,7 +179,9 @@ class Eval:
     """Exact evaluation: every validation sample once, training untouched."""
 
     eval_every: str = "500 steps"
-    """"50 steps", "10000 samples", "10 minutes" or "never"; always once at the end (steps, samples or minutes)."""
+    """"50 steps", "10000 samples", "10 minutes" or "never"; always once at the end (steps, samples or
+    minutes).
+    """
     per_device_eval_batch_size: int = 64
     """Samples of one evaluation pass; never changes the result (samples per process)."""
 
@@ -221,9 +229,10 @@ class Config:
         return {name: list(v) if isinstance(v, tuple) else v for name, v in values.items()}
 
 
-# Names people know from transformers.TrainingArguments and TRL that have no meaning here: what to write instead.
+# Names people know from transformers.TrainingArguments and TRL that have no meaning here: what to write
+# instead.
 INSTEAD = {
-    "gradient_accumulation_steps": "--batch_size (the global size) and --micro_batch_size (what fits in memory): "
+    "gradient_accumulation_steps": "--batch_size (global) and --micro_batch_size (what fits in memory): "
     "the number of passes follows",
     "auto_find_batch_size": "--micro_batch_size: the global batch size is the schedule's",
     "warmup_steps": "--warmup_samples or --warmup_ratio: steps have no fixed size here",
@@ -250,10 +259,12 @@ INSTEAD = {
 }
 ABOVE_ZERO = {
     "batch_size", "per_device_train_batch_size", "max_batch_size", "base_batch_size", "micro_batch_size",
-    "samples_per_pass", "num_train_epochs", "max_samples", "sequence_length", "per_device_eval_batch_size", "keep_last",
+    "samples_per_pass", "num_train_epochs", "max_samples", "sequence_length", "per_device_eval_batch_size",
+    "keep_last",
 }  # fmt: skip
 AT_LEAST_ZERO = {
-    "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped", "warmup_samples",
+    "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
+    "warmup_samples",
     "warmup_ratio", "seed",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
@@ -269,13 +280,15 @@ class Every:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Every:
-        """"50 steps" -> Every(50, "step"); a bare number means steps, "never" nothing at all."""
+        """ "50 steps" -> Every(50, "step"); a bare number means steps, "never" nothing at all."""
         if text.strip() in ("never", "0", "none"):
             return cls(0, "step")
         found = re.fullmatch(r"\s*([0-9.]+)\s*(steps?|samples?|minutes?)?\s*", text)
         count = float(found[1]) if found and found[1].count(".") < 2 and found[1] != "." else 0.0
         if count <= 0:
-            raise BadSetting(f'--{flag} is "{text}"; write "50 steps", "10000 samples", "10 minutes" or "never"')
+            raise BadSetting(
+                f'--{flag} is "{text}"; write "50 steps", "10000 samples", "10 minutes" or "never"'
+            )
         return cls(count * UNITS[(found[2] or "step").rstrip("s")], (found[2] or "step").rstrip("s"))
 
     def due(self, before: dict, after: dict) -> bool:
@@ -293,7 +306,9 @@ def parse(argv: list[str] | None = None) -> Config:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     argv = _recipe_arguments(argv) + argv
-    known = [f.name for group in dataclasses.fields(Config) for f in dataclasses.fields(group.default_factory)]
+    known = [
+        f.name for group in dataclasses.fields(Config) for f in dataclasses.fields(group.default_factory)
+    ]
     for word in argv:
         if word.startswith("--"):
             _check_name(word[2:].split("=")[0].replace("-", "_"), known)
@@ -304,7 +319,8 @@ def parse(argv: list[str] | None = None) -> Config:
                 Config,
                 args=argv,
                 prog="train.py",
-                description="Train with a batch size that is a scheduled variable. --config FILE.yaml reads settings first.",
+                description="Train with a batch size that is a scheduled variable. "
+                "--config FILE.yaml reads settings first.",
                 use_underscores=True,
                 config=(tyro.conf.OmitArgPrefixes,),
             )
@@ -325,7 +341,9 @@ def check(config: Config) -> Config:
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
     if run.max_steps != -1 and run.max_steps < 1:
-        raise BadSetting(f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data")
+        raise BadSetting(
+            f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data"
+        )
     if not 0 < data.eval_share < 1:
         raise BadSetting(f"--eval_share is {data.eval_share}; write a share between 0 and 1, such as 0.1")
     if optim.warmup_ratio > 1:
@@ -341,8 +359,10 @@ def check(config: Config) -> Config:
         Every.parse(settings[flag], flag)
     if run.resume_from_checkpoint and not run.output_dir:
         if run.resume_from_checkpoint == "auto":
-            raise BadSetting("--resume_from_checkpoint auto needs the run's folder; write --output_dir RUN, or "
-                             "--config RUN/config.yaml")
+            raise BadSetting(
+                "--resume_from_checkpoint auto needs the run's folder; write --output_dir RUN, or "
+                "--config RUN/config.yaml"
+            )
         run.output_dir = str(Path(run.resume_from_checkpoint).resolve().parents[1])
     task = Path(data.task.split(":")[0]).stem
     run.output_dir = run.output_dir or f"runs/{task}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -354,11 +374,15 @@ def _check_batch(batch: Batch) -> None:
     if batch.batch_size is not None and share is not None:
         raise BadSetting("--batch_size and --per_device_train_batch_size are both given; write one of them")
     if batch.fraction == "accumulate" and share is None:
-        raise BadSetting("--fraction accumulate needs --per_device_train_batch_size, the share of an update "
-                         "that one pass is; --batch_size has no such reading")
+        raise BadSetting(
+            "--fraction accumulate needs --per_device_train_batch_size, the share of an update "
+            "that one pass is; --batch_size has no such reading"
+        )
     if batch.fraction == "accumulate" and share > 1:
-        raise BadSetting(f"--fraction accumulate with --per_device_train_batch_size {share:g}; "
-                         "write a share of at most 1, or --fraction participate")
+        raise BadSetting(
+            f"--fraction accumulate with --per_device_train_batch_size {share:g}; "
+            "write a share of at most 1, or --fraction participate"
+        )
 
 
 def save(config: Config, path: Path) -> None:
@@ -369,7 +393,9 @@ def save(config: Config, path: Path) -> None:
 def _recipe_arguments(argv: list[str]) -> list[str]:
     """Take "--config FILE" out of argv and return FILE's settings as arguments."""
     arguments: list[str] = []
-    argv[:] = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    argv[:] = [
+        part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+    ]
     while "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
@@ -402,7 +428,9 @@ def _check_name(name: str, known: list[str]) -> None:
     if name in INSTEAD:
         raise BadSetting(f"--{name} has no meaning here; write {INSTEAD[name]}")
     close = difflib.get_close_matches(name, [*known, *ALIASES], n=1)
-    raise BadSetting(f"--{name} is not a setting; " + (f"did you mean --{close[0]}?" if close else "see --help"))
+    raise BadSetting(
+        f"--{name} is not a setting; " + (f"did you mean --{close[0]}?" if close else "see --help")
+    )
 
 
 def _one_line(box: str) -> str:

@@ -111,5 +111,3 @@ class Screen:
         self.works = False
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-

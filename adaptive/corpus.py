@@ -3,6 +3,7 @@
 A name is stdlib, a local folder or file, or a hub name: `_splits` finds out which, the rest is the same for
 all. To add a file type: an entry in BUILDERS. To add a built-in dataset: a case in `_splits`.
 """
+
 import contextlib
 import glob
 import hashlib
@@ -46,9 +47,7 @@ class Corpus:
     """Names of the classes in the order of their ids; None without classes."""
 
 
-def load_corpus(
-    data: Data, seed: int, trust_remote_code: bool = False, need_labels: bool = False
-) -> Corpus:
+def load_corpus(data: Data, seed: int, trust_remote_code: bool = False, need_labels: bool = False) -> Corpus:
     """Load --dataset_name, and --eval_dataset, else its validation or test split, else a held-out share.
 
     A missing text becomes "", so that row numbers stay those of the file; a row of a txt file is a line. A
@@ -184,9 +183,7 @@ def _columns(
         return ds, None
 
 
-def _encode(
-    ds: datasets.Dataset, what: str, names: list[str] | None
-) -> tuple[datasets.Dataset, list[str]]:
+def _encode(ds: datasets.Dataset, what: str, names: list[str] | None) -> tuple[datasets.Dataset, list[str]]:
     """Make "label" a ClassLabel of `names`, by default its own, sorted; returns the rows and the names."""
     kind = ds.features["label"]
     is_class = isinstance(kind, datasets.ClassLabel)

@@ -1,9 +1,9 @@
 """Positions -> rows: sources, one fetch a step, read-ahead by sample.
 
-A rank's next positions are known before the size of the step is (position p is rank p mod W's), so workers fetch
-samples, not batches: whatever size the schedule decides, the rows are the right ones and nothing read ahead is late
-or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch.
-To add a dataset: --dataset_name with a name, a folder or a file (corpus.py).
+A rank's next positions are known before the size of the step is (position p is rank p mod W's), so workers
+fetch samples, not batches: whatever size the schedule decides, the rows are the right ones and nothing read
+ahead is late or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch. To add a
+dataset: --dataset_name with a name, a folder or a file (corpus.py).
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ class Source:
         self.name, self.dataset, self.workers = name, dataset, workers
         self.rank, self.world_size = rank, world_size
         if not len(dataset):
-            raise BadSetting(f"the training data {name!r} has no rows; write a --dataset_name or --task that has some")
+            raise BadSetting(
+                f"the training data {name!r} has no rows; write a --dataset_name or --task that has some"
+            )
         self.order = Order(seed, name, len(dataset))
-        self._kept_from, self._kept = 0, np.empty(0, dtype=np.int64)  # indices at positions _kept_from, + W, + 2 W, ...
+        self._kept_from = 0  # a position; indices kept are those at it, + W, + 2 W, ...
+        self._kept = np.empty(0, dtype=np.int64)
         self._stream: Iterator[tuple[int, dict]] | None = None
         self._next = -1  # position the stream yields next
         self._buffer: deque[tuple[int, dict]] = deque()
@@ -52,7 +55,7 @@ class Source:
         return [self._read(int(position)) for position in positions], indices.tolist()
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
-        """`order.indices` (k,): those of the next AT_ONCE positions of this rank are computed together and kept."""
+        """`order.indices` (k,); those of this rank's next AT_ONCE positions are computed at once and kept."""
         first, n = int(positions[0]), len(positions)
         assert positions[-1] - first == (n - 1) * self.world_size, "a rank's positions are W apart"
         at, off = divmod(first - self._kept_from, self.world_size)
@@ -62,7 +65,9 @@ class Source:
         return self._kept[at : at + n]
 
     def _read(self, position: int) -> dict:
-        """The row from the workers' stream; positions that were skipped (a discarded rest) are thrown away."""
+        """The row from the workers' stream; positions that were skipped (a discarded rest) are thrown
+        away.
+        """
         expected = self._buffer[0][0] if self._buffer else self._next
         if self._stream is None or not expected <= position or (position - expected) % self.world_size:
             self._start(position)
@@ -87,7 +92,9 @@ class Source:
             num_workers=self.workers,
             collate_fn=_as_is,
             worker_init_fn=_alone,
-            generator=torch.Generator().manual_seed(0),  # its seed for the workers must not come from the global one
+            generator=torch.Generator().manual_seed(
+                0
+            ),  # its seed for the workers must not come from the global one
         )
         self._buffer.clear()
         self._stream, self._next = iter(loader), position
@@ -133,7 +140,7 @@ class _Positions(torch.utils.data.Dataset):
 
 
 def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
-    """Rows of `dataset` at `indices` (k,): one look-up where the dataset has it (2 to 20 times faster than k)."""
+    """Rows of `dataset` at `indices` (k,): one look-up where it has one (2 to 20 times faster than k)."""
     columns = _columns(dataset) if hasattr(dataset, "with_format") else None
     if columns is not None:
         values = [column.at(indices) for column in columns.values()]
@@ -144,17 +151,17 @@ def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
 
 
 class _Column:
-    """Integers, or lists of them, of an Arrow column: the rows that datasets' NumPy format gives, several times faster.
+    """An Arrow column of integers or lists of them: the rows of datasets' NumPy format, several times faster.
 
-    Views of the table, which lies in a file as a rule: needs no memory of its own.
+    Views of the table, which lies in a file as a rule: no memory of its own.
     """
 
     def __init__(self, column: Any):
         chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self.starts = np.cumsum([0] + [len(chunk) for chunk in chunks[:-1]])  # row number of each chunk's first
+        self.starts = np.cumsum([0] + [len(chunk) for chunk in chunks[:-1]])  # each chunk's first row
         self.is_list = hasattr(column.type, "value_type")
         self.values = [(chunk.values if self.is_list else chunk).to_numpy() for chunk in chunks]
-        self.bounds = [chunk.offsets.to_numpy() if self.is_list else None for chunk in chunks]  # of each row's list
+        self.bounds = [chunk.offsets.to_numpy() for chunk in chunks] if self.is_list else []  # of rows
 
     def at(self, indices: np.ndarray) -> list:
         """(k,) int64 arrays, or numbers, of their own memory."""
@@ -162,18 +169,20 @@ class _Column:
         places = zip(chunks.tolist(), (indices - self.starts[chunks]).tolist(), strict=True)
         if not self.is_list:
             return [np.int64(self.values[chunk][row]) for chunk, row in places]
-        values, bounds = self.values, self.bounds
-        return [values[chunk][bounds[chunk][row] : bounds[chunk][row + 1]].astype(np.int64) for chunk, row in places]
+        spans = ((self.values[chunk], self.bounds[chunk][row : row + 2]) for chunk, row in places)
+        return [values[start:stop].astype(np.int64) for values, (start, stop) in spans]
 
 
 @functools.lru_cache(maxsize=8)  # the training and validation data of a few sources
 def _columns(dataset: Any) -> dict[str, _Column] | None:
-    """Those of a Dataset of `datasets` in NumPy format that holds integers and lists of them and no None, else None."""
+    """Of a `datasets` Dataset in NumPy format, of integers and lists of them, none missing; else None."""
     import pyarrow.types as kinds
 
     form = getattr(dataset, "format", None)
     rows_chosen = getattr(dataset, "_indices", True)  # by select or shuffle: not the table's own rows
-    if not isinstance(form, dict) or form["type"] != "numpy" or form["format_kwargs"] or rows_chosen is not None:
+    if rows_chosen is not None or not isinstance(form, dict):
+        return None
+    if form["type"] != "numpy" or form["format_kwargs"]:
         return None
     columns = {name: dataset.data.column(name) for name in form["columns"]}
     for column in columns.values():

@@ -1,7 +1,7 @@
 """The only file that knows how Accelerate, DDP, DeepSpeed, NVIDIA, AMD and CPU differ.
 
-`Engine.start(config)` returns one of two: `Engine` (one process, or DistributedDataParallel) and `DeepSpeedEngine`
-(ZeRO 0 to 3). Both offer the same few verbs, so the loop has no `if` about hardware:
+`Engine.start(config)` returns one of two: `Engine` (one process, or DistributedDataParallel) and
+`DeepSpeedEngine` (ZeRO 0 to 3). Both offer the same few verbs, so the loop has no `if` about hardware:
 
     with engine.pass_(last):            # gradients are synchronised on the last pass only
         engine.backward(loss)
@@ -56,24 +56,33 @@ class Engine:
         """The engine that `accelerate launch` asked for."""
         check_device_masks(os.environ)
         if not gpu():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else whatever imports DeepSpeed warns that it is so
+            os.environ.setdefault(
+                "DS_ACCELERATOR", "cpu"
+            )  # else whatever imports DeepSpeed warns that it is so
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         return (DeepSpeedEngine if deepspeed else cls)(config)
 
     def __init__(self, config: Config):
         self.config = config
         plain = type(self) is Engine
-        group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | ({} if gpu() or plain else {"backend": "gloo"})
+        group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | (
+            {} if gpu() or plain else {"backend": "gloo"}
+        )
         precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.fp16 else None
         try:
             self.accelerator = Accelerator(
                 cpu=not gpu() and plain,  # cpu=True would turn DeepSpeed off
                 mixed_precision=precision,
-                # num_steps by plugin: a number in the YAML or the environment must not scale the loss a second time
-                gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1, sync_with_dataloader=False),
+                # num_steps by plugin: a number in the YAML or the environment must not scale the loss a
+                # second time
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=1, sync_with_dataloader=False
+                ),
                 kwargs_handlers=[
                     InitProcessGroupKwargs(**group),
-                    DistributedDataParallelKwargs(find_unused_parameters=config.hardware.find_unused_parameters),
+                    DistributedDataParallelKwargs(
+                        find_unused_parameters=config.hardware.find_unused_parameters
+                    ),
                 ],
             )
         except ValueError as error:
@@ -89,10 +98,13 @@ class Engine:
         self.stop_asked = False  # by a signal, on this process
         self._started = time.monotonic()
 
-    # --- agreement ----------------------------------------------------------------------------------------------
+    # --- agreement
+    # ----------------------------------------------------------------------------------------------
 
     def from_rank0(self, decide: Callable[[], Any]) -> Any:
-        """What `decide()` returns on rank 0 (JSON), on every rank; an exception there is raised everywhere."""
+        """What `decide()` returns on rank 0 (JSON), on every rank; an exception there is raised
+        everywhere.
+        """
         if self.world_size == 1:
             return decide()
         text, error = b"", None
@@ -100,7 +112,10 @@ class Engine:
             try:
                 text = json.dumps({"answer": decide()}).encode()
             except Exception as failure:  # whatever it is, the other ranks wait for word
-                error, kind = failure, "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__
+                error, kind = (
+                    failure,
+                    "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__,
+                )
                 text = json.dumps({"error": str(failure), "kind": kind}).encode()
         text = self._broadcast(text)
         if error:
@@ -108,7 +123,11 @@ class Engine:
         message = json.loads(text)
         if "error" in message:
             kind, said = message["kind"], message["error"]
-            raise BadSetting(said) if kind == "BadSetting" else RuntimeError(f"rank 0 failed with {kind}: {said}")
+            raise (
+                BadSetting(said)
+                if kind == "BadSetting"
+                else RuntimeError(f"rank 0 failed with {kind}: {said}")
+            )
         return message["answer"]
 
     def _broadcast(self, text: bytes) -> bytes:
@@ -158,9 +177,12 @@ class Engine:
         if self.world_size > 1:
             dist.barrier(group=self.group)
 
-    # --- model --------------------------------------------------------------------------------------------------
+    # --- model
+    # --------------------------------------------------------------------------------------------------
 
-    def prepare(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, wanted: Set[str] = frozenset()) -> None:
+    def prepare(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, wanted: Set[str] = frozenset()
+    ) -> None:
         """Move and wrap both; self.model and self.optimizer are what the loop uses from here on.
 
         `wanted`: names of the signals in use; what they need is measured.
@@ -172,13 +194,15 @@ class Engine:
         self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
 
     def seed(self, step: int, same_everywhere: bool = False) -> None:
-        """Dropout and every other draw inside a step: a function of (seed, rank, step), so nothing need be saved.
+        """Dropout and every other draw inside a step: a function of (seed, rank, step), so nothing need be
+        saved.
 
         `same_everywhere` leaves the rank out: for the initial weights.
         """
         text = f"{self.config.run.seed} {'all' if same_everywhere else self.rank} {step}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-        # Without devices only the CPU's: torch.manual_seed formats the call stack for those that may be opened later.
+        # Without devices only the CPU's: torch.manual_seed formats the call stack for those that may be
+        # opened later.
         (torch.default_generator if self.device.type == "cpu" else torch).manual_seed(number)
         random.seed(number)
         np.random.seed(number & 0xFFFFFFFF)
@@ -204,13 +228,17 @@ class Engine:
         self.accelerator.backward(loss)
 
     def squared_norm(self) -> torch.Tensor:
-        """Squared norm of the step's reduced gradient, fp64 scalar on the device; sum over ranks if `sharded`."""
+        """Squared norm of the step's reduced gradient, fp64 scalar on the device; sum over ranks if
+        `sharded`.
+        """
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients(self.optimizer)
         return _squared_norm([p.grad for p in self.model.parameters() if p.grad is not None], self.device)
 
     def update(self, norm: float) -> bool:
-        """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler refused."""
+        """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler
+        refused.
+        """
         limit = self.config.optim.max_grad_norm
         if limit and norm > limit:
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -221,7 +249,9 @@ class Engine:
 
     def discard(self, overflow: bool = False) -> None:
         """Forget the step's gradient, as if it had not been; an `overflow` lowers the loss scale."""
-        if self.accelerator.scaler is not None:  # squared_norm told it of an overflow: it lowers the scale, no step
+        if (
+            self.accelerator.scaler is not None
+        ):  # squared_norm told it of an overflow: it lowers the scale, no step
             self.accelerator.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -236,7 +266,9 @@ class Engine:
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
 
     def memory_usage(self) -> float:
-        """Share of this process's device memory that is taken, in [0, 1]; of the machine's memory on a CPU."""
+        """Share of this process's device memory that is taken, in [0, 1]; of the machine's memory on a
+        CPU.
+        """
         if self.device.type != "cuda":
             import psutil
 
@@ -306,8 +338,10 @@ class Engine:
 
     def _same_kind(self, folder: Path, manifest: dict[str, Any]) -> None:
         if manifest["engine"] != self.kind:
-            raise BadSetting(f"{folder} was saved by the engine {manifest['engine']} and this is {self.kind}; start with "
-                             "the accelerate config of the first start")
+            raise BadSetting(
+                f"{folder} was saved by the engine {manifest['engine']} and this is {self.kind}; start with "
+                "the accelerate config of the first start"
+            )
 
     def listen(self) -> None:
         """SIGTERM, SIGINT and SIGUSR1 ask to stop after the step; a second one leaves at once."""
@@ -331,16 +365,22 @@ class Engine:
 
 
 class DeepSpeedEngine(Engine):
-    """ZeRO 0 to 3. The loop steps the engine itself: accelerator.backward would step before anything is checked."""
+    """ZeRO 0 to 3. The loop steps the engine itself: accelerator.backward would step before anything is
+    checked.
+    """
 
     def __init__(self, config: Config):
         import deepspeed.ops
 
-        warnings.filterwarnings("ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning
+        )
         if not torch.cuda.is_available():
             # Its shared-memory collectives take two minutes to compile and gain nothing on a small CPU run.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # its launcher leaves this open
+            torch.set_num_threads(
+                int(os.environ.get("OMP_NUM_THREADS", "1"))
+            )  # its launcher leaves this open
         super().__init__(config)
         self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
 
@@ -417,7 +457,9 @@ class DeepSpeedEngine(Engine):
         """
         universal = folder.with_name(f".{folder.name}.universal")
         self.from_rank0(lambda: _convert(folder / "engine", universal / "engine"))
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        settings = [
+            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
+        ]
         self.model._config.load_universal_checkpoint = True
         try:
             self.model.load_checkpoint(str(universal), tag="engine")
@@ -426,7 +468,9 @@ class DeepSpeedEngine(Engine):
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)  # stage 3 copies the first group's weight decay into all
         for state in self.model.optimizer.optimizer.state.values():
-            if torch.is_tensor(state.get("step")):  # stage 3 hands all groups one tensor, which each would count up
+            if torch.is_tensor(
+                state.get("step")
+            ):  # stage 3 hands all groups one tensor, which each would count up
                 state["step"] = state["step"].clone()
         self.wait()
         if self.is_main:
@@ -446,10 +490,16 @@ class DeepSpeedEngine(Engine):
         return self._loss_scale()
 
     def _full_gradient(self) -> bool:
-        return type(self.model.optimizer).__name__ in ("BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer")
+        return type(self.model.optimizer).__name__ in (
+            "BF16_Optimizer",
+            "FP16_Optimizer",
+            "FP16_UnfusedOptimizer",
+        )
 
     def _loss_scale(self) -> float:
-        return float(getattr(self.model.optimizer, "cur_scale", None) or getattr(self.model.optimizer, "loss_scale", 1))
+        return float(
+            getattr(self.model.optimizer, "cur_scale", None) or getattr(self.model.optimizer, "loss_scale", 1)
+        )
 
     def _reduced_gradient(self) -> list[torch.Tensor]:
         """This rank's part of the reduced gradient, between the last backward and the step."""
@@ -461,14 +511,22 @@ class DeepSpeedEngine(Engine):
         elif getattr(optimizer, "cpu_offload", False):  # stages 1, 2 with offload
             groups = optimizer.single_partition_of_fp32_groups
         elif hasattr(optimizer, "averaged_gradients"):  # stages 1, 2, 3
-            return [g for gs in optimizer.averaged_gradients.values() if gs is not None for g in gs if g is not None]
+            return [
+                g
+                for gs in optimizer.averaged_gradients.values()
+                if gs is not None
+                for g in gs
+                if g is not None
+            ]
         else:
             groups = list(self.model.module.parameters())
         return [p.grad for p in groups if p.grad is not None]
 
 
 def _convert(source: Path, target: Path) -> None:
-    """DeepSpeed's checkpoint `source` -> universal `target`; BadSetting when its optimizer has no conversion."""
+    """DeepSpeed's checkpoint `source` -> universal `target`; BadSetting when its optimizer has no
+    conversion.
+    """
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     # Not in the launcher's name: the child is no rank of this run.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -480,8 +538,9 @@ def _convert(source: Path, target: Path) -> None:
         shutil.rmtree(target.parent, ignore_errors=True)
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise BadSetting(
-            f"{source.parent} was saved by another number of processes, and DeepSpeed cannot convert its optimizer's "
-            f"state ({reason}); start with as many processes as before (manifest.json: world_size), or train with AdamW"
+            f"{source.parent} was saved by another number of processes, and DeepSpeed cannot convert its "
+            f"optimizer's state ({reason}); start with as many processes as before (its manifest.json says), "
+            "or train with AdamW"
         )
 
 
@@ -524,7 +583,10 @@ def check_device_masks(environment: dict[str, str]) -> None:
     text = ", ".join(f"{name}={value!r}" for name, value in masks.items())
     if torch.version.hip or "ROCR_VISIBLE_DEVICES" in masks or "HIP_VISIBLE_DEVICES" in masks:
         if len(set(masks.values())) > 1:
-            print(f"warning: {text}: they filter one after the other and may hide every GPU; keep one", file=sys.stderr)
+            print(
+                f"warning: {text}: they filter one after the other and may hide every GPU; keep one",
+                file=sys.stderr,
+            )
     empty = [name for name, value in masks.items() if not value.strip()]
     if empty:
         print(f"warning: {empty[0]} is empty and hides every GPU; unset it to use them", file=sys.stderr)

@@ -1,8 +1,8 @@
 """Model -> exact means over the whole validation set.
 
-Every sample once, on any number of processes, with the same number of passes on each (ZeRO-3 needs that). Sums and
-counts are added, never means, so the value does not depend on size, micro-batch or processes; no draw, no gradient and
-no counter of training is touched.
+Every sample once, on any number of processes, with the same number of passes on each (ZeRO-3 needs that).
+Sums and counts are added, never means, so the value does not depend on size, micro-batch or processes; no
+draw, no gradient and no counter of training is touched.
 """
 
 from __future__ import annotations
@@ -13,11 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
+from adaptive.config import Config
 from adaptive.data import fetch
-from adaptive.plan import passes
+from adaptive.plan import Lengths, passes
+from adaptive.records import counters
+from adaptive.state import RunState
 
 
-def evaluate(engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by: str) -> dict[str, float] | None:
+def evaluate(
+    engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by: str
+) -> dict[str, float] | None:
     """{"eval_loss": ..., "eval_NAME": ...}: means over all supervised tokens, or over all samples.
 
     `batch_size`: samples of one pass on one process. None when a signal on some process asked to stop.
@@ -33,7 +38,10 @@ def evaluate(engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by
                 batch = task.collate(fetch(dataset, mine if len(mine) else np.zeros(1, dtype=np.int64)))
                 values = task.measure(engine.model, engine.to_device(batch))
                 if not names:
-                    names, sums = sorted(values, key="loss".__ne__), torch.zeros(len(values) + 2, dtype=torch.float64, device=engine.device)
+                    names, sums = (
+                        sorted(values, key="loss".__ne__),
+                        torch.zeros(len(values) + 2, dtype=torch.float64, device=engine.device),
+                    )
                 if engine.sum_integers([engine.stop_asked])[0]:
                     return None
                 if len(mine):
@@ -48,8 +56,12 @@ def evaluate(engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by
     return means
 
 
-def _sums(values: dict[str, torch.Tensor], names: list[str], items: torch.Tensor, normalize_by: str) -> torch.Tensor:
-    """(metrics + 2,) fp64: the sum of each of `names` (the loss first), then the loss's weight and the number of samples."""
+def _sums(
+    values: dict[str, torch.Tensor], names: list[str], items: torch.Tensor, normalize_by: str
+) -> torch.Tensor:
+    """(metrics + 2,) fp64: the sum of each of `names` (the loss first), then the loss's weight and the number
+    of samples.
+    """
     supervised = items > 0
     losses = values["loss"].double()
     if normalize_by == "samples":
@@ -57,3 +69,17 @@ def _sums(values: dict[str, torch.Tensor], names: list[str], items: torch.Tensor
     others = [torch.where(supervised, values[name].double(), 0.0).sum() for name in names[1:]]
     weight = supervised.sum() if normalize_by == "samples" else items.sum()
     return torch.stack([losses.sum(), *others, weight.double(), supervised.sum().double()])
+
+
+def tell_evaluation(
+    engine: Any, task: Any, dataset: Any, config: Config, state: RunState, lengths: Lengths, report: Any
+) -> bool:
+    """Evaluate, remember `eval_loss` as a signal, write the record; False when a signal cut it off."""
+    if dataset is None or not len(dataset):
+        return True
+    size, normalize_by = config.eval.per_device_eval_batch_size, config.batch.normalize_by
+    means = evaluate(engine, task, dataset, size, normalize_by)
+    if means is not None:
+        state.signals["eval_loss"] = means["eval_loss"]
+        report.eval({"kind": "eval", **counters(state, lengths), **means})
+    return means is not None

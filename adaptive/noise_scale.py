@@ -1,17 +1,19 @@
-"""Gradients of single passes -> the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of Large-Batch
-Training", appendix A).
+"""Gradients of single passes -> the gradient noise scale (McCandlish et al. 2018, "An Empirical Model of
+Large-Batch Training", appendix A).
 
-The mean gradient of b samples has the expected squared norm |G|^2 + tr(S)/b. Passes with b_k samples and the whole step
-with n give two sizes, hence two equations:
+The mean gradient of b samples has the expected squared norm |G|^2 + tr(S)/b. Passes with b_k samples and the
+whole step with n give two sizes, hence two equations:
 
     |G|^2 = (n |g|^2 - b |g_b|^2) / (n - b)          tr(S) = (|g_b|^2 - |g|^2) / (1/b - 1/n)          (1)
 
-with |g_b|^2 the mean of |g_k|^2 over the passes and 1/b the mean of 1/b_k, which is right for unequal passes. One step
-is far too noisy, and the mean of ratios is biased: both parts are averaged over samples, and then divided. The noise
-scale tr(S) / |G|^2 is the batch size, in samples, at which the noise of a step equals its signal.
+with |g_b|^2 the mean of |g_k|^2 over the passes and 1/b the mean of 1/b_k, which is right for unequal passes.
+One step is far too noisy, and the mean of ratios is biased: both parts are averaged over samples, and then
+divided. The noise scale tr(S) / |G|^2 is the batch size, in samples, at which the noise of a step equals its
+signal.
 
-|g_k| comes from hooks on the parameters, which see this process's gradient of this backward before any reduction: on one
-process, DDP and ZeRO 1 to 3 alike. Nothing is copied: each hook adds one squared norm to a scalar on the device.
+|g_k| comes from hooks on the parameters, which see this process's gradient of this backward before any
+reduction: on one process, DDP and ZeRO 1 to 3 alike. Nothing is copied: each hook adds one squared norm to a
+scalar on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from typing import Any
 import torch
 
 from adaptive.config import Batch
-
 
 SIGNALS = {"noise_scale", "grad_cosine", "grad_variance"}  # those that need the norms of single passes
 
@@ -58,7 +59,9 @@ class PassNorms:
         self._square = square if self._square is None else self._square + square
 
     def close_pass(self, samples: int, scale: float) -> None:
-        """After a backward; `scale`: what the mean gradient of its `samples` was multiplied by, 0 for an idle pass."""
+        """After a backward; `scale`: what the mean gradient of its `samples` was multiplied by, 0 for an idle
+        pass.
+        """
         square, self._square = self._square, None
         if square is not None and scale:
             self.squares.append(square / scale**2)
@@ -67,13 +70,18 @@ class PassNorms:
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Sum of |g_k|^2 over this process's passes, an fp64 scalar on the device."""
-        return torch.stack(self.squares).sum() if self.squares else torch.zeros((), dtype=torch.float64, device=device)
+        return (
+            torch.stack(self.squares).sum()
+            if self.squares
+            else torch.zeros((), dtype=torch.float64, device=device)
+        )
 
 
 def estimate(square: float, pass_square: float, inverse_size: float, n: int) -> tuple[float, float] | None:
     """(|G|^2, tr(S)) of equation (1), None where no estimate is possible (one pass only, or nothing finite).
 
-    square: |g|^2 of the step's mean gradient; pass_square: mean of |g_k|^2; inverse_size: mean of 1/b_k; n: samples.
+    square: |g|^2 of the step's mean gradient; pass_square: mean of |g_k|^2; inverse_size: mean of 1/b_k; n:
+    samples.
     """
     if not (math.isfinite(square) and math.isfinite(pass_square)) or inverse_size * n <= 1 + 1e-9:
         return None
@@ -81,8 +89,11 @@ def estimate(square: float, pass_square: float, inverse_size: float, n: int) -> 
     return (n * square - b * pass_square) / (n - b), (pass_square - square) / (1 / b - 1 / n)
 
 
-def averaged(memory: dict[str, float] | None, parts: tuple[float, float], n: int, half_life: float) -> dict[str, float]:
-    """Fold one step's parts into the running means, weighing steps by their samples; bias-corrected by `weight`.
+def averaged(
+    memory: dict[str, float] | None, parts: tuple[float, float], n: int, half_life: float
+) -> dict[str, float]:
+    """Fold one step's parts into the running means, weighing steps by their samples; bias-corrected by
+    `weight`.
 
     memory: {"signal", "noise", "weight"} so far; half_life: in samples.
     """

@@ -1,7 +1,7 @@
 """Names and parameter groups -> optimizer.
 
-To add one: a line in OPTIMIZERS. Learning rates are set by hand before every step (scaling.py), never by a scheduler
-object: one that accelerate prepares would advance once per process.
+To add one: a line in OPTIMIZERS. Learning rates are set by hand before every step (scaling.py), never by a
+scheduler object: one that accelerate prepares would advance once per process.
 """
 
 from __future__ import annotations
@@ -44,6 +44,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw_torch": _adamw,
     "adamw_torch_fused": lambda groups, optim, **settings: _adamw(groups, optim, fused=True, **settings),
     "sgd": lambda groups, optim, **settings: torch.optim.SGD(groups, lr=optim.learning_rate, **settings),
-    "adagrad": lambda groups, optim, **settings: torch.optim.Adagrad(groups, lr=optim.learning_rate, **settings),
-    "rmsprop": lambda groups, optim, **settings: torch.optim.RMSprop(groups, lr=optim.learning_rate, **settings),
+    "adagrad": lambda groups, optim, **settings: torch.optim.Adagrad(
+        groups, lr=optim.learning_rate, **settings
+    ),
+    "rmsprop": lambda groups, optim, **settings: torch.optim.RMSprop(
+        groups, lr=optim.learning_rate, **settings
+    ),
 }

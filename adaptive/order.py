@@ -35,6 +35,7 @@ numpy.
 
 To change anything that changes the order: a new `VERSION`, which checkpoints store, and new golden vectors.
 """
+
 import functools
 import hashlib
 import json
@@ -95,8 +96,10 @@ class Order:
         if positions.ndim == 1 and len(positions) == 0:
             return np.empty(0, dtype=np.int64)
         if positions.ndim != 1 or positions.dtype.kind not in "iu":
-            raise ValueError(f"positions of shape {positions.shape} and type {positions.dtype}: "
-                             "write a one-dimensional array of integers, int64 or uint64")
+            raise ValueError(
+                f"positions of shape {positions.shape} and type {positions.dtype}: "
+                "write a one-dimensional array of integers, int64 or uint64"
+            )
         if positions.min() < 0:
             raise ValueError(f"position {positions.min()} is negative; positions count up from 0")
         epochs, offsets = np.divmod(positions.astype(np.uint64), np.uint64(self.size))

@@ -1,9 +1,9 @@
 """Target size (exact fraction) -> who computes which positions (integers).
 
-The data of a source is an endless line of positions, a step is an interval of it. Position p belongs to rank p mod W,
-so shares differ by at most one for every size and W, and the samples a rank will need next do not depend on the
-schedule. Nothing here knows a tensor; a plan costs the same for 1 process and for 16,384.
-To add one: a policy for the end of an epoch is a branch of `_cut`.
+The data of a source is an endless line of positions, a step is an interval of it. Position p belongs to rank
+p mod W, so shares differ by at most one for every size and W, and the samples a rank will need next do not
+depend on the schedule. Nothing here knows a tensor; a plan costs the same for 1 process and for 16,384. To
+add one: a policy for the end of an epoch is a branch of `_cut`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from fractions import Fraction
 
 import numpy as np
 
-CARRY_DENOMINATOR = 10**40  # above this a carry is rounded: sizes that change for ever would grow it without bound
+CARRY_DENOMINATOR = (
+    10**40
+)  # above this a carry is rounded: sizes that change for ever would grow it without bound
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ def plan_step(
 ) -> StepPlan | None:
     """Round each target by error diffusion and take that many positions; None when the run is over.
 
-    `n = floor(carry + G); carry += G - n`, so that after any number of steps the samples differ from the sizes asked
-    for by less than one. `epoch_end` (keep, wrap, drop) applies to a run with one source; several wrap by themselves.
+    `n = floor(carry + G); carry += G - n`, so that after any number of steps the samples differ from the
+    sizes asked for by less than one. `epoch_end` (keep, wrap, drop) applies to a run with one source; several
+    wrap by themselves.
     """
     left = lengths.left(cursor, consumed)
     if not left:
@@ -133,16 +136,21 @@ def _cut(target, cursor, carry, lengths, epoch_end, consumed) -> StepPlan | None
     cut = want > room
     stop = start + min(want, room)
     after = Fraction(0) if cut else _rounded(carry[source] + size - want)
-    return StepPlan(target, _intervals({source: (start, stop)}), {source: after}, {source: stop}, consumed, cut)
+    return StepPlan(
+        target, _intervals({source: (start, stop)}), {source: after}, {source: stop}, consumed, cut
+    )
 
 
 def share(plan: StepPlan, rank: int, world_size: int) -> list[tuple[str, np.ndarray]]:
     """[(source, positions int64 (k,))] of one rank, in step order; every position of the step has one owner.
 
-    One source: position p belongs to rank p mod W. Several: the intervals stand one after the other and the j-th
-    sample of the step belongs to rank (samples consumed so far + j) mod W, balanced over the sum.
+    One source: position p belongs to rank p mod W. Several: the intervals stand one after the other and the
+    j-th sample of the step belongs to rank (samples consumed so far + j) mod W, balanced over the sum.
     """
-    shares, before = [], plan.intervals[0].start if len(plan.target) == 1 and plan.intervals else plan.consumed
+    shares, before = (
+        [],
+        plan.intervals[0].start if len(plan.target) == 1 and plan.intervals else plan.consumed,
+    )
     for interval in plan.intervals:
         first = interval.start + (rank - before) % world_size
         shares.append((interval.source, np.arange(first, interval.stop, world_size, dtype=np.int64)))

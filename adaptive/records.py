@@ -17,9 +17,13 @@ def open_folder(config: Config) -> str:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()) and not config.run.resume_from_checkpoint:
-            raise BadSetting(f"--output_dir {folder} is not empty; write a new folder, or --resume_from_checkpoint auto")
+            raise BadSetting(
+                f"--output_dir {folder} is not empty; write a new folder, or --resume_from_checkpoint auto"
+            )
     except OSError as error:
-        raise BadSetting(f"--output_dir {folder}: {error.strerror}; write a folder that can be made") from None
+        raise BadSetting(
+            f"--output_dir {folder}: {error.strerror}; write a folder that can be made"
+        ) from None
     return str(folder)
 
 
@@ -40,8 +44,12 @@ def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:
     }
 
 
-def train_record(state: RunState, lengths: Lengths, plan: StepPlan, measured: Any, **others: Any) -> dict[str, Any]:
-    """One decision: counters, the sizes asked for and run, where its samples lie, what was measured, `others`."""
+def train_record(
+    state: RunState, lengths: Lengths, plan: StepPlan, measured: Any, **others: Any
+) -> dict[str, Any]:
+    """One decision: counters, the sizes asked for and run, where its samples lie, what was measured,
+    `others`.
+    """
     return {
         "kind": "train",
         **counters(state, lengths),

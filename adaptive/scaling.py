@@ -4,26 +4,28 @@
 
     g = sum_i w_i grad l_i                                                                          (1)
 
-with l_i the loss of sample i (token tasks: the mean over its supervised tokens). The schedule asks for G samples, a
-real number; rounding by error diffusion (plan.py) runs n = floor(carry + G) of them. The weight is
+with l_i the loss of sample i (token tasks: the mean over its supervised tokens). The schedule asks for G
+samples, a real number; rounding by error diffusion (plan.py) runs n = floor(carry + G) of them. The weight is
 
-    target    w = 1 / M, M = max(G, 1)         every sample has the same influence, however rounding placed it   (2)
-    realized  w = 1 / n                        the plain mean of the step                                        (3)
-    ceil      w = 1 / (W ceil(G / W))          the published formula for a per-device size G / W                 (4)
+    target    w = 1 / M, M = max(G, 1)    every sample has the same influence, however rounding placed it  (2)
+    realized  w = 1 / n                   the plain mean of the step                                       (3)
+    ceil      w = 1 / (W ceil(G / W))     the published formula for a per-device size G / W                (4)
 
-Worked example of (2): G = 2.5 runs 2, 3, 2, 3, ... samples, each with weight 1/2.5, so steps have the total weight
-0.8, 1.2, 0.8, ...; its mean is 1, because sum(n) stays within 1 of sum(G). For a whole G, (2) is the mean. Below 1 an
-update has one sample of weight 1, and every 1/G-th step is an update. A step that an epoch's end cut short has G = n.
+Worked example of (2): G = 2.5 runs 2, 3, 2, 3, ... samples, each with weight 1/2.5, so steps have the total
+weight 0.8, 1.2, 0.8, ...; its mean is 1, because sum(n) stays within 1 of sum(G). For a whole G, (2) is the
+mean. Below 1 an update has one sample of weight 1, and every 1/G-th step is an update. A step that an epoch's
+end cut short has G = n.
 
-**Tokens.** With --normalize_by tokens each supervised token of the step weighs n w / T, T being their number over all
-ranks and passes: for w = 1/n this is the mean over tokens (not a mean of means, which is another objective).
+**Tokens.** With --normalize_by tokens each supervised token of the step weighs n w / T, T being their number
+over all ranks and passes: for w = 1/n this is the mean over tokens (not a mean of means, which is another
+objective).
 
-**Ranks.** A data-parallel engine averages gradients over its W ranks, so each rank's loss is multiplied by W; nothing
-else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the sum over ranks and passes is (1), whatever
-the number of ranks, their shares and the micro-batches.
+**Ranks.** A data-parallel engine averages gradients over its W ranks, so each rank's loss is multiplied by W;
+nothing else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the sum over ranks and passes is
+(1), whatever the number of ranks, their shares and the micro-batches.
 
-**Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, p the share of the run before the step.
-Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
+**Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, p the share of the run before the
+step. Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
 
 Pure Python, no torch. To add one: a decay or a rule is a line in the dictionaries at the foot.
 """
@@ -45,7 +47,9 @@ def mean_size(plan: StepPlan) -> Fraction:
 
 
 def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
-    """w of equations (2) to (4) by --fractional_scaling, without the factor W of the ranks; 0 for an empty step."""
+    """w of equations (2) to (4) by --fractional_scaling, without the factor W of the ranks; 0 for an empty
+    step.
+    """
     if not plan.size:
         return 0.0
     if batch.fractional_scaling == "realized":
@@ -57,7 +61,8 @@ def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
 
 
 def loss_scale(weight: float, size: int, world_size: int, items: int | None) -> float:
-    """What one rank multiplies a sum of losses by: W w for samples, W n w / T for tokens (`items` is T, not None).
+    """What one rank multiplies a sum of losses by: W w for samples, W n w / T for tokens (`items` is T, not
+    None).
 
     A step without a supervised token has scale 0.
     """
@@ -87,7 +92,9 @@ def parse_rule(text: str) -> Callable[[float], float]:
     """--lr_scaling -> factor of the learning rate at size / base size."""
     name, arguments, options = parse_call(text, "--lr_scaling")
     if name not in RULES:
-        raise BadSetting(f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p), such as power(0.75)")
+        raise BadSetting(
+            f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p), such as power(0.75)"
+        )
     try:
         rule = RULES[name]
         rule(2.0, *arguments, **options)

@@ -1,8 +1,8 @@
 """What a step measured -> numbers that are equal on every rank, by name.
 
-A schedule names the signals it wants as parameters; a signal without a value yet is None. Everything a step measures
-travels in one fused fp64 all-reduce (`Measured`), after the last backward and with one host read of the device.
-To add one: a line in KNOWN and a line in `after_step`; a task adds its own through `signals()`.
+A schedule names the signals it wants as parameters; a signal without a value yet is None. Everything a step
+measures travels in one fused fp64 all-reduce (`Measured`), after the last backward and with one host read of
+the device. To add one: a line in KNOWN and a line in `after_step`; a task adds its own through `signals()`.
 """
 
 from __future__ import annotations
@@ -38,8 +38,16 @@ KNOWN = {
     "world_size": "data-parallel processes",
 }
 MEASURED = frozenset(
-    ("loss_ema", "eval_loss", "noise_scale", "grad_variance", "grad_cosine", "memory_usage", "step_seconds",
-     "samples_per_second")
+    (
+        "loss_ema",
+        "eval_loss",
+        "noise_scale",
+        "grad_variance",
+        "grad_cosine",
+        "memory_usage",
+        "step_seconds",
+        "samples_per_second",
+    )
 )  # fmt: skip  (recorded by name when in use; the others are in every record)
 LOSS_EMA_KEEP = 0.5 ** (1 / 10)
 
@@ -60,23 +68,34 @@ class Measured:
     memory_usage: float | None
 
     @classmethod
-    def reduce(cls, engine: Any, loss_sum: Any, weighing: int, items: int, token_counts: list[tuple]) -> Measured:
+    def reduce(
+        cls, engine: Any, loss_sum: Any, weighing: int, items: int, token_counts: list[tuple]
+    ) -> Measured:
         """This rank's sums -> Measured, in one fp64 all-reduce and one host read of the device.
 
-        `weighing`: what the loss is a mean over (samples or tokens). `token_counts`: (input, padding) per real pass.
+        `weighing`: what the loss is a mean over (samples or tokens). `token_counts`: (input, padding) per
+        real pass.
         """
         norms = engine.norms
-        own_loss, own_square, own_passes = engine.read(loss_sum, engine.squared_norm(), norms.total(engine.device))
+        own_loss, own_square, own_passes = engine.read(
+            loss_sum, engine.squared_norm(), norms.total(engine.device)
+        )
         if not engine.sharded:  # every rank holds the whole gradient
             own_square /= engine.world_size
-        inputs, padding = (sum(counts) for counts in zip(*token_counts, strict=True)) if token_counts else (0, 0)
+        inputs, padding = (
+            (sum(counts) for counts in zip(*token_counts, strict=True)) if token_counts else (0, 0)
+        )
         clock = engine.seconds() if engine.rank == 0 else 0.0
-        slots = [0.0] * (engine.world_size if "memory_usage" in engine.wanted else 0)  # a maximum, through a sum
+        slots = [0.0] * (
+            engine.world_size if "memory_usage" in engine.wanted else 0
+        )  # a maximum, through a sum
         if slots:
             slots[engine.rank] = engine.memory_usage()
         own = [own_loss, weighing, own_square, items, inputs, padding, clock, engine.stop_asked]
         own += [own_passes, norms.inverse_sizes, norms.passes, *slots]
-        loss, weight, square, items, inputs, padding, seconds, stops, pass_square, inverse, n, *memory = engine.sum(own)
+        loss, weight, square, items, inputs, padding, seconds, stops, pass_square, inverse, n, *memory = (
+            engine.sum(own)
+        )
         finite = math.isfinite(loss) and math.isfinite(square)  # one rank's NaN or inf is in the sum of all
         return cls(
             loss=loss / weight if math.isfinite(loss) and weight else None,
@@ -114,18 +133,20 @@ def before_step(state: Any, world_size: int, lr_decay: float) -> dict[str, Any]:
     }
 
 
-def after_step(state: Any, record: dict[str, Any], measured: Measured | None, seconds: float, half_life: float) -> None:
+def after_step(
+    state: Any, record: dict[str, Any], measured: Measured | None, before: float, half_life: float
+) -> None:
     """Remember what the step measured, in state.signals; a value that was not measured stays as it was.
 
-    seconds: of the step; half_life: of the noise scale's averages, in samples.
+    before: the run's seconds before the step; half_life: of the noise scale's averages, in samples.
     """
-    seen = state.signals
+    seen, seconds = state.signals, state.seconds - before
     for name in ("epoch", "train_coverage", "learning_rate", "loss", "grad_norm"):
         if record[name] is not None:
             seen[name] = record[name]
     if record["loss"] is not None:
-        before = seen.get("loss_ema", record["loss"])
-        seen["loss_ema"] = LOSS_EMA_KEEP * before + (1 - LOSS_EMA_KEEP) * record["loss"]
+        average = seen.get("loss_ema", record["loss"])
+        seen["loss_ema"] = LOSS_EMA_KEEP * average + (1 - LOSS_EMA_KEEP) * record["loss"]
     seen["step_seconds"] = seconds
     seen["samples_per_second"] = record["batch_size"] / seconds if seconds > 0 else None
     if measured and measured.memory_usage is not None:
@@ -136,7 +157,8 @@ def after_step(state: Any, record: dict[str, Any], measured: Measured | None, se
 
 def _learn_noise(state: Any, record: dict[str, Any], measured: Measured, half_life: float) -> None:
     n = record["batch_size"]
-    square = (measured.grad_norm / (n * record["weight"])) ** 2  # of the mean gradient: the step's weights sum to n w
+    # Of the mean gradient: the step's weights sum to n w.
+    square = (measured.grad_norm / (n * record["weight"])) ** 2
     parts = noise_scale.estimate(square, *measured.passes, n)
     if parts is None:
         state.invalid += 1

@@ -1,8 +1,8 @@
 """RunState: all memory of a run outside the model and the optimizer.
 
-A few integers, exact fractions and plain numbers; equal on every process; one small JSON file in a checkpoint. Where
-the next sample comes from, what the schedule saw and how far the learning rate has come follow from it.
-To add one: a field with a default; it is then saved, restored and compared like the others.
+A few integers, exact fractions and plain numbers; equal on every process; one small JSON file in a
+checkpoint. Where the next sample comes from, what the schedule saw and how far the learning rate has come
+follow from it. To add one: a field with a default; it is then saved, restored and compared like the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
+
+from adaptive.config import BadSetting
 
 if TYPE_CHECKING:
     from adaptive.plan import StepPlan
@@ -45,7 +47,9 @@ class RunState:
         """Of a run that has not begun."""
         zeros = dict.fromkeys(sources, 0)
         carry = dict.fromkeys(sources, Fraction(0))
-        return cls(world_size=world_size, initial_size=initial_size, size=initial_size, cursor=zeros, carry=carry)
+        return cls(
+            world_size=world_size, initial_size=initial_size, size=initial_size, cursor=zeros, carry=carry
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; fractions as "p/q"."""
@@ -58,7 +62,9 @@ class RunState:
         """Inverse of `to_json`; ValueError names a field this version does not know."""
         unknown = set(values) - {f.name for f in dataclasses.fields(cls)}
         if unknown:
-            raise ValueError(f"the state has unknown fields {sorted(unknown)}; it was written by another version")
+            raise ValueError(
+                f"the state has unknown fields {sorted(unknown)}; it was written by another version"
+            )
         carry = {source: Fraction(text) for source, text in values.get("carry", {}).items()}
         return cls(**(values | {"carry": carry}))
 
@@ -82,3 +88,20 @@ class RunState:
             self.skipped[skipped] = self.skipped.get(skipped, 0) + 1
         if skipped != "empty":
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped == "nonfinite" else 0
+
+    def refuse_divergence(self, max_skipped: int) -> None:
+        """RuntimeError after more than `max_skipped` non-finite steps in a row."""
+        if self.skipped_in_a_row > max_skipped:
+            raise RuntimeError(
+                f"{self.skipped_in_a_row} non-finite steps in a row; a lower --learning_rate or a longer "
+                "--warmup_samples may help, --max_skipped allows more"
+            )
+
+    def refuse_no_update(self) -> None:
+        """BadSetting where a run ends without having changed a weight: that is no success."""
+        if not self.updates:
+            why = f"skipped: {self.skipped}" if self.skipped else "its data is less than one step"
+            raise BadSetting(
+                f"the run ended after {self.step} steps without one update ({why}); look at the data, or "
+                "write another --batch_size, --max_steps or --epoch_end keep"
+            )

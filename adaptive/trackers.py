@@ -83,5 +83,3 @@ def start_tensorboard(report: Report) -> Any:
 
 
 TRACKERS = {"wandb": start_wandb, "tensorboard": start_tensorboard}
-
-

@@ -1,7 +1,7 @@
 """Template and a plain loop in one process, in turns: train.main(config) -> seconds of each step of both.
 
-The real `train.main` runs from start to end. After every block of its steps, where it has just told about a step, the
-plain loop runs a block of its own; both thus see the same machine, whatever else runs on it. Shared by the benchmarks.
+The real `train.main` runs from start to end. After every block of its steps, where it has just told about a
+step, the plain loop runs a block of its own; both thus see the same machine, whatever else runs on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 
 
 def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int) -> tuple[list, list]:
-    """(template, plain), each n_blocks lists of seconds per step; a first pair and each block's first step are left out.
+    """(template, plain), each n_blocks lists of seconds per step, without a first pair and the first steps.
 
     `flags` of train.py; `plain_step()` is called for one step of the other loop. Collective.
     """
@@ -46,8 +46,10 @@ def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int)
         since[0] = clock()
 
     folder = tempfile.mkdtemp()
-    settings = ["--max_steps", str((n_blocks + 1) * block_steps), "--output_dir", folder, "--report_to", "none",
-                "--schedule", "constant()", "--eval_every", "never", "--save_every", "never"]  # fmt: skip
+    settings = [
+        "--schedule", "constant()", "--max_steps", str((n_blocks + 1) * block_steps), "--output_dir", folder,
+        "--report_to", "none", "--eval_every", "never", "--save_every", "never",
+    ]  # fmt: skip
     train.Report.train = tell
     try:
         with contextlib.redirect_stdout(io.StringIO()):

@@ -7,6 +7,7 @@ keys, as a resumed run does; median and 99th percentile are over the calls after
 Memory is the highest traced allocation of Python and numpy during one call; "process" is the growth of the
 process's highest resident size over the whole table.
 """
+
 import resource
 import sys
 import time

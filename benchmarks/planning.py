@@ -2,9 +2,10 @@
 
     python benchmarks/planning.py
 
-Times are of what one rank does between the decision and its rows: round the target and take the interval (`plan_step`),
-find its own positions (`share`), count the passes (`passes`). Each rank has 64 samples of the step whatever W is, so
-the step grows with W and the rank's work must not. Ranks are asked in turn, every W in turn inside one loop.
+Times are of what one rank does between the decision and its rows: round the target and take the interval
+(`plan_step`), find its own positions (`share`), count the passes (`passes`). Each rank has 64 samples of
+the step whatever W is, so the step grows with W and the rank's work must not. Every W takes its turn inside
+one loop.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def main() -> None:
         sums = sorted(1e6 * sum(pair) for pair in times)
         plan, own = (1e6 * statistics.median(part) for part in zip(*times, strict=True))
         middle, tenth = statistics.median(sums), len(sums) // 10
-        print(f"{world_size:7} {plan:10.1f} {own:13.1f} {middle:7.1f} {sums[tenth]:7.1f} {sums[-1 - tenth]:7.1f} "
-              f"{1e-6 * middle / base:7.2f}")  # fmt: skip
+        rest = f"{middle:7.1f} {sums[tenth]:7.1f} {sums[-1 - tenth]:7.1f} {1e-6 * middle / base:7.2f}"
+        print(f"{world_size:7} {plan:10.1f} {own:13.1f} {rest}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""What the template adds to a step: train.main with a model that costs nothing -> milliseconds per step, by part.
+"""What the template adds to a step: train.main with a model that costs nothing -> milliseconds, by part.
 
     python benchmarks/step_overhead.py
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml benchmarks/step_overhead.py
 
-64 rows of 128 tokens of the embedded data per process and step, in one pass. The model is one number per token id;
-what it costs all the same (its forward, the backward with DDP's own all-reduce, the optimizer's step) is timed where it
-happens and subtracted. What stays is the template's: decide, agree, plan, fetch, collate, scale, the gradient's norm,
-the fused reduction, the record in metrics.jsonl. Trackers are off. Times are rank 0's. Each part is the time inside
-functions of that name without the parts inside them; waiting for the other process counts where it happens.
+64 rows of 128 tokens of the embedded data per process and step, in one pass. The model is one number per
+token id; what it costs all the same (its forward, the backward with DDP's own all-reduce, the optimizer's
+step) is timed where it happens and subtracted. What stays is the template's: decide, agree, plan, fetch,
+collate, scale, the gradient's norm, the fused reduction, the record in metrics.jsonl. Trackers are off.
+Times are rank 0's. Each part is the time inside functions of that name without the parts inside them;
+waiting for the other process counts where it happens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import shutil
 import statistics
@@ -81,9 +84,11 @@ class Parts:
         """What train.main calls, and the end of a step; the product code knows nothing of it."""
         engine = train.Engine
         for owner, name, part in (
-            (train, "decide", "decide"), (train.signals, "before_step", "decide"), (engine, "from_rank0", "agree"),
-            (train, "plan_step", "plan"), (engine, "seed", "seed"), (train.Data, "share", "fetch"),
-            (CausalLM, "collate", "collate"), (CausalLM, "items", "count"), (CausalLM, "token_counts", "count"),
+            (train, "decide", "decide"), (train.signals, "before_step", "decide"),
+            (engine, "from_rank0", "agree"), (train, "plan_step", "plan"), (engine, "seed", "seed"),
+            (train.Data, "share", "fetch"),
+            (CausalLM, "collate", "collate"), (CausalLM, "items", "count"),
+            (CausalLM, "token_counts", "count"),
             (engine, "sum_integers", "agree on tokens"), (torch.nn.Module, "__call__", "forward"),
             (engine, "backward", "backward"), (AcceleratedOptimizer, "step", "optimizer"),
             (AcceleratedOptimizer, "zero_grad", "optimizer"), (engine, "squared_norm", "gradient norm"),
@@ -104,7 +109,7 @@ class Parts:
 
 def main() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as accelerate_configs/cpu*.yaml do
-    world_size, rank = (int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", "1"), ("RANK", "0")))
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     parts, folder = Parts(), tempfile.mkdtemp()
     parts.watch_all()
     flags = {
@@ -113,7 +118,8 @@ def main() -> None:
         "log_every": "never", "report_to": "none", "output_dir": folder,
     }  # fmt: skip
     try:
-        train.main(parse([f"--{name}={value}" for name, value in flags.items()]))
+        with contextlib.redirect_stdout(io.StringIO()):
+            train.main(parse([f"--{name}={value}" for name, value in flags.items()]))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if rank == 0:
@@ -129,7 +135,7 @@ def show(steps: list[dict[str, float]], world_size: int) -> None:
         named = sum(v for part, v in step.items() if part not in ("whole step", "the model's own", "ADDED"))
         step["everything else"] = step["whole step"] - named
     table = {part: sorted(1e3 * step.get(part, 0.0) for step in steps) for part in steps[-1]}
-    print(f"W = {world_size}, {ROWS} rows of {TOKENS} tokens per process, {len(steps)} steps: milliseconds per step")
+    print(f"W = {world_size}, {ROWS} rows of {TOKENS} tokens per process, {len(steps)} steps: milliseconds")
     print(f"{'':18} {'median':>8} {'p10':>8} {'p90':>8} {'mean':>8}")
     for part, values in sorted(table.items(), key=lambda item: -statistics.median(item[1])):
         tenth = len(values) // 10

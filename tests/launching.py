@@ -1,4 +1,6 @@
-"""Start real processes: `accelerate launch` of a script with a file of accelerate_configs/, and check how many ran."""
+"""Start real processes: `accelerate launch` of a script with a file of accelerate_configs/, and check how
+many ran.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+SETTINGS = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "WANDB_MODE": "offline",
+}
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -20,7 +27,13 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def launch(
-    layout: str, processes: int, script: str | Path, *arguments: str, timeout: float = 300, check: bool = True, **env: str
+    layout: str,
+    processes: int,
+    script: str | Path,
+    *arguments: str,
+    timeout: float = 300,
+    check: bool = True,
+    **env: str,
 ) -> subprocess.CompletedProcess:
     """`accelerate launch --config_file accelerate_configs/LAYOUT.yaml --num_processes N SCRIPT arguments`.
 
@@ -31,7 +44,13 @@ def launch(
         "--num_processes", str(processes), "--main_process_port", "0", str(script), *map(str, arguments),
     ]  # fmt: skip
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=ROOT,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
     if check:
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -42,7 +61,13 @@ def run_python(*arguments: str | Path, timeout: float = 300, **env: str) -> subp
     """`python arguments` in the repository root."""
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(
-        command, cwd=ROOT, env=environment(**env), capture_output=True, text=True, timeout=timeout, check=False
+        command,
+        cwd=ROOT,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -55,4 +80,6 @@ def records(folder: Path, kind: str = "train") -> list[dict]:
 def audits(folder: Path) -> dict[int, list[dict]]:
     """rank -> its audit lines; which ranks wrote one says how many processes ran."""
     files = {int(p.stem.removeprefix("rank")): p for p in (folder / "audit").glob("rank*.jsonl")}
-    return {rank: [json.loads(line) for line in p.read_text().splitlines()] for rank, p in sorted(files.items())}
+    return {
+        rank: [json.loads(line) for line in p.read_text().splitlines()] for rank, p in sorted(files.items())
+    }

@@ -160,7 +160,9 @@ def reset() -> None:
 @pytest.fixture(autouse=True)
 def alone():
     """A fresh accelerate, one thread, and the signal handlers of before."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handlers = {
+        number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
     reset()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -174,7 +176,9 @@ def alone():
 def run(folder: Path, task: str, *arguments: str) -> tuple:
     """(state, final weights) of train.main on a task of this file."""
     reset()
-    state = train.main(parse(["--task", f"{__file__}:{task}", "--output_dir", str(folder), *QUIET, *arguments]))
+    state = train.main(
+        parse(["--task", f"{__file__}:{task}", "--output_dir", str(folder), *QUIET, *arguments])
+    )
     return state, torch.load(folder / "model" / "weights.pt")
 
 
@@ -184,7 +188,9 @@ def prepared(*arguments: str, task: Task | None = None, optimizer=None, **settin
     task = task or Tiny()
     engine = Engine.start(parse([*QUIET, *arguments]))
     model = task.model(engine.config)
-    engine.prepare(model, optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=1.0))
+    engine.prepare(
+        model, optimizer(model.parameters()) if optimizer else torch.optim.SGD(model.parameters(), lr=1.0)
+    )
     return engine, task
 
 
@@ -248,8 +254,9 @@ def step(engine: Engine, task: Task, rows: list[dict], weight: float | None = No
 def test_gradient_is_the_weighted_sum_for_every_cut(by_tokens, policy):
     """1e-12 in fp64 for W in 1, 2, 3, 5, micro-batches 1, 3, 5, 64, sizes below 1, fractional, whole and cut.
 
-    Mutations: mean of the micro-batch in train.gradient (`losses.mean()`: 1e-1); `world_size *` dropped in loss_scale
-    (1e-1 for W > 1); tokens counted on this rank only (1e-1); weight 1/n for `target` (0.2 at G = 2.5).
+    Mutations: mean of the micro-batch in train.gradient (`losses.mean()`: 1e-1); `world_size *` dropped in
+    loss_scale (1e-1 for W > 1); tokens counted on this rank only (1e-1); weight 1/n for `target` (0.2 at G =
+    2.5).
     """
     engine, task = prepared()
     dataset = make_rows(N_ROWS)
@@ -277,7 +284,9 @@ def test_gradient_is_the_weighted_sum_for_every_cut(by_tokens, policy):
                     train.gradient(one, task, own, lambda: dataset[0], plan.size,
                                    scaling.sample_weight(engine.config.batch, plan, world_size),
                                    engine.config.batch)  # fmt: skip
-                    torch._foreach_add_(added, gradients(engine), alpha=1 / world_size)  # the engine's average
+                    torch._foreach_add_(
+                        added, gradients(engine), alpha=1 / world_size
+                    )  # the engine's average
                     engine.discard()
                 assert distance(added, right) < 1e-12, (size, world_size, micro)
                 tried += 1
@@ -301,10 +310,16 @@ def test_norm_and_loss_are_the_same_for_every_split():
     tokens = sum(map(n_supervised, rows))
     mean = sum(losses_of(engine.module, rows)).item() / tokens
     for loss, norm, items in seen.values():
-        assert (loss, norm, items) == (pytest.approx(mean, rel=1e-13), pytest.approx(seen[12][1], rel=1e-13), tokens)
+        assert (loss, norm, items) == (
+            pytest.approx(mean, rel=1e-13),
+            pytest.approx(seen[12][1], rel=1e-13),
+            tokens,
+        )
 
 
-def naive_run(folder: Path, rows: list[dict], by_tokens: bool = True, rate: float = 0.1) -> dict[str, torch.Tensor]:
+def naive_run(
+    folder: Path, rows: list[dict], by_tokens: bool = True, rate: float = 0.1
+) -> dict[str, torch.Tensor]:
     """SGD by hand over the audited rows, with the weights 1/n or 1/G that the record must have had."""
     model = Net()
     lines = {line["step"]: line for line in audits(folder)[0]}
@@ -312,14 +327,17 @@ def naive_run(folder: Path, rows: list[dict], by_tokens: bool = True, rate: floa
         own = [rows[index] for index in lines[record["step"]]["indices"]]
         assert len(own) == record["batch_size"]
         if record["skipped"] is None:
-            for p, g in zip(model.parameters(), reference(model, own, record["weight"], by_tokens), strict=True):
+            for p, g in zip(
+                model.parameters(), reference(model, own, record["weight"], by_tokens), strict=True
+            ):
                 p.data -= rate * g
     return model.state_dict()
 
 
 @pytest.mark.parametrize("policy", ["keep", "drop", "wrap"])
 def test_short_last_step_is_divided_by_what_it_has(tmp_path, policy):
-    """R03. 10 rows, size 4, micro-batch 1, two epochs: the tail of 2 is a mean over 2, dropped, or made whole.
+    """R03. 10 rows, size 4, micro-batch 1, two epochs: the tail of 2 is a mean over 2, dropped, or made
+    whole.
 
     Mutation: `mean_size` without `plan.cut` (the tail's weight is 1/4; weights differ by 1e-2).
     """
@@ -333,13 +351,17 @@ def test_short_last_step_is_divided_by_what_it_has(tmp_path, policy):
 
 
 def test_one_optimizer_step_for_each_plan(tmp_path, monkeypatch):
-    """R20, R33. 3, 1, 4, 2 passes, then sizes 8, 9, 11.5, 13, over two epochs: the weights are those of SGD by hand.
+    """R20, R33. 3, 1, 4, 2 passes, then sizes 8, 9, 11.5, 13, over two epochs: the weights are those of SGD
+    by hand.
 
-    Mutation: a second `engine.update` at an epoch's end, or a step per pass: steps differ from records at once.
+    Mutation: a second `engine.update` at an epoch's end, or a step per pass: steps differ from records at
+    once.
     """
     steps = []
     plain = torch.optim.SGD.step
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, *a, **k: (steps.append(1), plain(self, *a, **k))[1])
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self, *a, **k: (steps.append(1), plain(self, *a, **k))[1]
+    )
     state, weights = run(tmp_path / "run", "Tiny", "--batch_size", "8", "--schedule", f"{__file__}:jumping",
                          "--micro_batch_size", "3", "--num_train_epochs", "4.5")  # fmt: skip
     told = records(tmp_path / "run")
@@ -351,7 +373,9 @@ def test_one_optimizer_step_for_each_plan(tmp_path, monkeypatch):
 
 
 def test_accumulation_is_one_whatever_the_environment_says(monkeypatch):
-    """R04. Mutation: Accelerator() without the plugin reads 4 from the environment: the gradient is a quarter."""
+    """R04. Mutation: Accelerator() without the plugin reads 4 from the environment: the gradient is a
+    quarter.
+    """
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     engine, task = prepared()
     assert engine.accelerator.gradient_accumulation_steps == 1
@@ -380,7 +404,9 @@ def test_activations_do_not_grow_with_the_passes():
 
 
 def test_pass_without_supervision_counts_for_nothing():
-    """R07. One micro-batch all -100: exactly the gradient without it. Mutation: `count.clamp` left out (0/0, NaN)."""
+    """R07. One micro-batch all -100: exactly the gradient without it. Mutation: `count.clamp` left out (0/0,
+    NaN).
+    """
     engine, task = prepared()
     rows = make_rows(9)
     for row in rows[3:6]:
@@ -390,7 +416,10 @@ def test_pass_without_supervision_counts_for_nothing():
         assert measured.finite and measured.items == sum(map(n_supervised, rows))
         assert distance(gradients(engine), reference(engine.module, rows, 1 / 9, mode == "tokens")) < 1e-12
         supervised = [row for row in rows if n_supervised(row)]
-        means = [x.item() / n_supervised(r) for x, r in zip(losses_of(engine.module, supervised), supervised, strict=True)]
+        means = [
+            x.item() / n_supervised(r)
+            for x, r in zip(losses_of(engine.module, supervised), supervised, strict=True)
+        ]
         if mode == "samples":
             assert measured.loss == pytest.approx(sum(means) / len(means), rel=1e-12)
         engine.discard()
@@ -404,7 +433,8 @@ def momentum(parameters):
 def test_skipped_step_is_as_if_it_had_not_been(why):
     """R07, R61. Weights, momentum and weight decay are bit-equal after it; the next step is the right one.
 
-    Mutation: `engine.discard` keeping the gradient, or an `optimizer.step` on zeros (momentum moves the weights).
+    Mutation: `engine.discard` keeping the gradient, or an `optimizer.step` on zeros (momentum moves the
+    weights).
     """
     task = Poisoned()
     engine, _ = prepared(task=task, optimizer=momentum)
@@ -426,26 +456,50 @@ def test_skipped_step_is_as_if_it_had_not_been(why):
 
 
 def test_skips_are_told_and_counted(tmp_path):
-    """R61. A NaN row: samples and the rate go on, `updates` does not; loss null; weights are those without the step.
+    """R61. A NaN row: samples and the rate go on, `updates` does not; loss null; weights are those without
+    the step.
 
     Mutation: `self.samples += plan.size` only where not skipped (the record falls behind its positions).
     """
-    flags = ["--lr_scheduler_type", "linear", "--batch_size", "4", "--schedule", "constant", "--num_train_epochs", "2"]
+    flags = [
+        "--lr_scheduler_type",
+        "linear",
+        "--batch_size",
+        "4",
+        "--schedule",
+        "constant",
+        "--num_train_epochs",
+        "2",
+    ]
     state, weights = run(tmp_path / "run", "Poisoned", *flags)
     told = records(tmp_path / "run")
     bad = [r for r in told if r["skipped"]]
     assert {r["skipped"] for r in bad} == {"nonfinite"} and len(bad) == 2 == state.skipped["nonfinite"]
     assert all(r["loss"] is None and r["grad_norm"] is None for r in bad)
-    assert state.updates == len(told) - 2 == told[-1]["updates"] and state.samples == 2 * N_ROWS == told[-1]["samples"]
+    assert (
+        state.updates == len(told) - 2 == told[-1]["updates"]
+        and state.samples == 2 * N_ROWS == told[-1]["samples"]
+    )
     assert all(torch.isfinite(value).all() for value in weights.values())
     for before, after in zip(told, told[1:], strict=False):
-        assert after["learning_rate"] == pytest.approx(0.1 * (1 - before["samples"] / (2 * N_ROWS)), rel=1e-12)
+        assert after["learning_rate"] == pytest.approx(
+            0.1 * (1 - before["samples"] / (2 * N_ROWS)), rel=1e-12
+        )
 
 
 def test_non_finite_steps_in_a_row_end_the_run(tmp_path):
     """Mutation: the count reset by every step: the run ends with success and random weights."""
     with pytest.raises(RuntimeError, match="4 non-finite steps in a row"):
-        run(tmp_path / "run", "AllPoisoned", "--batch_size", "2", "--schedule", "constant", "--max_skipped", "3")
+        run(
+            tmp_path / "run",
+            "AllPoisoned",
+            "--batch_size",
+            "2",
+            "--schedule",
+            "constant",
+            "--max_skipped",
+            "3",
+        )
     assert [r["updates"] for r in records(tmp_path / "run")] == [0] * 4
 
 
@@ -457,7 +511,8 @@ def test_run_without_an_update_says_why(tmp_path):
 
 @pytest.mark.parametrize("limit", [0.5, 1.0, 0.0])
 def test_clipping_follows_normalisation(limit):
-    """R10. 16 samples as 1 x 16, 4 x 4, 16 x 1: norm before clipping and the length of the update are the same.
+    """R10. 16 samples as 1 x 16, 4 x 4, 16 x 1: norm before clipping and the length of the update are the
+    same.
 
     Mutation: clipping inside engine.backward, pass by pass (the update is up to 4 times too long).
     """
@@ -477,7 +532,8 @@ def test_clipping_follows_normalisation(limit):
 
 
 def test_three_token_counters(tmp_path):
-    """R15. Lengths 3, 5, 2 in one pass: 7 supervised, 10 that are not padding, 5 of padding; one by one no padding.
+    """R15. Lengths 3, 5, 2 in one pass: 7 supervised, 10 that are not padding, 5 of padding; one by one no
+    padding.
 
     Mutation: `items` over `input_ids.numel()` (15), or padding counted per step.
     """
@@ -505,14 +561,18 @@ def with_scaler(engine: Engine, **settings) -> torch.amp.GradScaler:
 
 
 def test_scaler_unscales_once_and_clips_what_is_unscaled():
-    """R62. Norm and gradient are those without a scaler. Mutation: squared_norm without unscale_gradients (65536)."""
+    """R62. Norm and gradient are those without a scaler. Mutation: squared_norm without unscale_gradients
+    (65536).
+    """
     engine, task = prepared()
     with_scaler(engine)
     rows = make_rows(7)
     measured = step(engine, task, rows, micro_batch_size=2)
     right = reference(engine.module, rows, 1 / 7, True)
     assert distance(gradients(engine), right) < 1e-12
-    assert measured.grad_norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in right)), rel=1e-12)
+    assert measured.grad_norm == pytest.approx(
+        math.sqrt(sum(float(g.square().sum()) for g in right)), rel=1e-12
+    )
     assert train.update(engine, measured, 1.0) is None
 
 
@@ -538,7 +598,9 @@ def test_unsupervised_and_nonfinite_under_a_scaler():
     assert scaler.get_scale() == 2.0**10
     assert train.update(engine, step(engine, task, rows[3:6]), 0.1) == "nonfinite" and unmoved()
     scaler._scale.fill_(2.0**120)
-    engine.module.head.weight.register_hook(lambda g: g * 2.0**1000)  # beyond fp64 while scaled, as fp16 overflows
+    engine.module.head.weight.register_hook(
+        lambda g: g * 2.0**1000
+    )  # beyond fp64 while scaled, as fp16 overflows
     measured = step(engine, task, rows[5:9])
     assert train.update(engine, measured, 0.1) == "overflow" and unmoved()
     assert scaler.get_scale() == 2.0**119 and measured.grad_norm is None
@@ -560,9 +622,11 @@ def test_size_decided_is_size_run(tmp_path, workers):
 
 
 def test_epochs_have_orders_of_their_own_with_workers(tmp_path):
-    """R41. Three epochs, each row once in each, in three orders, the same with 0 and 2 workers (which see the rows).
+    """R41. Three epochs, each row once in each, in three orders, the same with 0 and 2 workers (which see the
+    rows).
 
-    Mutation: `position % N` given to the workers (one order for ever; weights differ from those without workers).
+    Mutation: `position % N` given to the workers (one order for ever; weights differ from those without
+    workers).
     """
     orders, finals = [], []
     for workers in ("0", "2"):
@@ -625,12 +689,16 @@ def test_growth_past_the_dataset(tmp_path):
 
 
 def test_rate_is_a_function_of_samples(tmp_path):
-    """R60, R63. Sizes 4 to 16 and constant 2 over 207 samples: each rate is the cosine at the samples before it.
+    """R60, R63. Sizes 4 to 16 and constant 2 over 207 samples: each rate is the cosine at the samples before
+    it.
 
     Mutation: progress by steps: the two traces part; the end of the curve is missed.
     """
     ends = []
-    for name, flags in {"grow": ["4", "--schedule", "ramp(start=4, end=16, over=100)"], "flat": ["2", "--schedule", "constant"]}.items():
+    for name, flags in {
+        "grow": ["4", "--schedule", "ramp(start=4, end=16, over=100)"],
+        "flat": ["2", "--schedule", "constant"],
+    }.items():
         run(tmp_path / name, "Tiny", "--lr_scheduler_type", "cosine", "--num_train_epochs", "9", "--epoch_end", "wrap",
             "--warmup_samples", "20", "--batch_size", *flags)  # fmt: skip
         before = 0
@@ -645,7 +713,9 @@ def test_rate_is_a_function_of_samples(tmp_path):
 
 
 def test_rate_by_steps_when_steps_are_the_budget(tmp_path):
-    """R63. 10 steps of a dataset that would last longer: the curve ends with the steps. Mutation: samples only."""
+    """R63. 10 steps of a dataset that would last longer: the curve ends with the steps. Mutation: samples
+    only.
+    """
     run(tmp_path / "run", "Tiny", "--lr_scheduler_type", "linear", "--max_steps", "10", "--batch_size", "2",
         "--schedule", "constant", "--num_train_epochs", "9")  # fmt: skip
     rates = [r["learning_rate"] for r in records(tmp_path / "run")]
@@ -656,10 +726,11 @@ def test_rate_by_steps_when_steps_are_the_budget(tmp_path):
 
 
 def test_evaluation_leaves_training_bit_identical(tmp_path):
-    """Every 3 steps against never, with dropout and a model that arrives in eval mode: same weights, losses, order.
+    """Every 3 steps against never, with dropout and a model that arrives in eval mode: same weights, losses,
+    order.
 
-    Mutations: `engine.model.train()` left out of prepare (dropout begins at the first evaluation); `engine.seed` only
-    at the start (evaluation's draws move training's).
+    Mutations: `engine.model.train()` left out of prepare (dropout begins at the first evaluation);
+    `engine.seed` only at the start (evaluation's draws move training's).
     """
     finals = {}
     for name, every in {"never": "never", "often": "3 steps"}.items():
@@ -693,7 +764,8 @@ class WithMetric(Tiny):
 
 
 def test_evaluation_is_a_plain_mean():
-    """R72. Any batch size: mean over tokens, over samples, and a metric over the samples with something to measure.
+    """R72. Any batch size: mean over tokens, over samples, and a metric over the samples with something to
+    measure.
 
     Mutation: means of means over passes (1e-2); metrics summed over all rows and divided by the supervised.
     """

@@ -17,7 +17,7 @@ UPSTREAM = {
     "order.py": set(),
     "plan.py": set(),
     "participation.py": {"plan", "config"},
-    "state.py": {"plan"},
+    "state.py": {"config", "plan"},
     "schedules": {"config", "plan", "state", "schedules"},
     "scaling.py": {"config", "plan", "state", "schedules"},
 }
@@ -59,7 +59,8 @@ def imported(source: str) -> set[str]:
 
 def functions(path: Path) -> list[tuple[str, int]]:
     """(name, lines of the body) of every function; signature and docstring do not count, comments and blanks
-    do."""
+    do.
+    """
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -71,7 +72,8 @@ def functions(path: Path) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("place", [p for p in UPSTREAM if p != "participation.py" or (PACKAGE / p).exists()])
 def test_imports_go_one_way(place):
     """Mutations: `import torch` in plan.py, also inside a function; `from adaptive.signals import KNOWN` in
-    schedules."""
+    schedules.
+    """
     paths = files_of(place)
     assert paths, f"no file {place}"
     for path in paths:
@@ -138,7 +140,8 @@ def test_train_py_reads_in_200_lines():
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_functions_are_short(path):
     """Mutation: `check` of config.py with all its tables inside (52 lines). `main` may have 120, the others
-    40."""
+    40.
+    """
     long = {f: n for f, n in functions(path) if n > (120 if f == "main" and path.name == "train.py" else 40)}
     assert not long, f"{name(path)}: {long}"
 

@@ -53,7 +53,8 @@ def run(folder: Path, *arguments: str) -> list[dict]:
 def test_known_covariance(tmp_path, micro):
     """Within 5 % after 2,000 steps of 4.5 or 9.5 samples, passes of unequal sizes.
 
-    Mutations: M/n left in the norm of the step (28 % off at G = 4.5); ratios averaged instead of parts (far off).
+    Mutations: M/n left in the norm of the step (28 % off at G = 4.5); ratios averaged instead of parts (far
+    off).
     """
     size = "4.5" if micro == "2" else "9.5"
     told = run(tmp_path / "run", "--batch_size", size, "--schedule", "constant()", "--max_steps", "2000",
@@ -92,7 +93,9 @@ def test_equation_for_unequal_passes():
     signal, trace, sizes = 0.7, 5.0, [1, 3, 4]
     pass_square = sum(signal + trace / b for b in sizes) / 3
     inverse = sum(1 / b for b in sizes) / 3
-    assert noise_scale.estimate(signal + trace / 8, pass_square, inverse, 8) == pytest.approx((signal, trace), rel=1e-12)
+    assert noise_scale.estimate(signal + trace / 8, pass_square, inverse, 8) == pytest.approx(
+        (signal, trace), rel=1e-12
+    )
 
 
 def test_steps_are_weighed_by_samples():
@@ -135,7 +138,12 @@ def test_sizes_of_feedback_schedules(text, signals, size):
 
 
 def test_feedback_without_a_measurement_keeps_the_size():
-    assert parse_schedule("noise_scale(interval=1)", set(KNOWN)).call({"step": 1, "current_size": 8}, otherwise=8.0) == 8.0
+    assert (
+        parse_schedule("noise_scale(interval=1)", set(KNOWN)).call(
+            {"step": 1, "current_size": 8}, otherwise=8.0
+        )
+        == 8.0
+    )
 
 
 @pytest.mark.parametrize("make", [feedback.gradient_memory, feedback.loss_plateau])

@@ -1,4 +1,5 @@
 """The order: a permutation for every size, equal everywhere, and as irregular as a random one."""
+
 import math
 import tracemalloc
 
@@ -17,27 +18,31 @@ GOLDEN_MESSAGE = (
     "raise adaptive.order.VERSION and write new golden vectors in the same commit; if not, undo the change."
 )
 GOLDEN = [  # seed, source, size, positions, indices
-    (0, "train", 1,
-     [0, 1, 9223372036854775808],
-     [0, 0, 0]),
-    (0, "train", 10,
-     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19],
-     [4, 0, 8, 9, 7, 1, 6, 3, 2, 5, 9, 4, 3, 0, 5, 6, 7, 1, 8, 2]),
-    (42, "train", 1000000,
-     [0, 1, 2, 999999, 1000000],
-     [583710, 806433, 493807, 342932, 673759]),
-    (7, "train", 1048577,
-     [0, 1, 1048576, 1048577],
-     [650688, 222955, 937449, 980865]),
-    (-3, "données", 1000,
-     [0, 1, 2, 999, 1000],
-     [228, 575, 600, 97, 769]),
-    (42, "wiki", 1000000000000,
-     [0, 1, 2, 999999999999, 1000000000000, 1000000000000000],
-     [85004107588, 107203156388, 659708777906, 784218053835, 442221660603, 682603109771]),
-    (1180591620717411303424, "train", 4611686018427387904,
-     [0, 4611686018427387903, 4611686018427387904, 18446744073709551615],
-     [1080314011091533405, 2370778752387122629, 3131179273350330028, 2611358207409926705]),
+    (0, "train", 1, [0, 1, 9223372036854775808], [0, 0, 0]),
+    (
+        0,
+        "train",
+        10,
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19],
+        [4, 0, 8, 9, 7, 1, 6, 3, 2, 5, 9, 4, 3, 0, 5, 6, 7, 1, 8, 2],
+    ),
+    (42, "train", 1000000, [0, 1, 2, 999999, 1000000], [583710, 806433, 493807, 342932, 673759]),
+    (7, "train", 1048577, [0, 1, 1048576, 1048577], [650688, 222955, 937449, 980865]),
+    (-3, "données", 1000, [0, 1, 2, 999, 1000], [228, 575, 600, 97, 769]),
+    (
+        42,
+        "wiki",
+        1000000000000,
+        [0, 1, 2, 999999999999, 1000000000000, 1000000000000000],
+        [85004107588, 107203156388, 659708777906, 784218053835, 442221660603, 682603109771],
+    ),
+    (
+        1180591620717411303424,
+        "train",
+        4611686018427387904,
+        [0, 4611686018427387903, 4611686018427387904, 18446744073709551615],
+        [1080314011091533405, 2370778752387122629, 3131179273350330028, 2611358207409926705],
+    ),
 ]
 
 
@@ -72,6 +77,7 @@ def reference_index(seed: int, source: str, size: int, position: int) -> int:
 
 # A permutation
 
+
 def test_every_size_up_to_2048_is_a_bijection():
     """Mutation: walk with `if` instead of `while`; sizes far below side * side leave the range.
 
@@ -96,6 +102,7 @@ def test_any_seed_source_and_epoch_is_a_bijection(seed, source, size, epoch):
 
 
 # The same everywhere
+
 
 @pytest.mark.parametrize("seed, source, size, positions, indices", GOLDEN)
 def test_golden_vectors(seed, source, size, positions, indices):
@@ -146,6 +153,7 @@ def test_types_of_positions_and_of_settings_do_not_matter():
 
 
 # As irregular as a random order
+
 
 @pytest.mark.parametrize("other", [Order(1, "train", 10_000), Order(0, "valid", 10_000), None])
 def test_seeds_sources_and_epochs_have_unrelated_orders(other):
@@ -253,6 +261,7 @@ def test_the_class_statistic_finds_an_affine_round_function(size):
 
 
 # Cost and errors
+
 
 def test_a_trillion_rows_cost_no_memory():
     """Mutation: np.arange(size), or a table of one side (8 MB), anywhere."""

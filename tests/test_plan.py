@@ -93,7 +93,8 @@ def test_every_position_of_every_epoch_belongs_to_one_rank_in_one_step(
 @given(st.integers(1, 150), st.sampled_from([1, 1.5, 3]), st.lists(real_sizes, min_size=1, max_size=8))
 def test_drop_discards_whole_remainders_only(rows, epochs, sizes):
     """Mutation: in `_cut`, `start += room` before asking for "drop", or `>=` for `>`: an exact fit is
-    discarded."""
+    discarded.
+    """
     lengths = one(rows, epochs)
     plans = run(lengths, [min(size, rows) for size in sizes], "drop")
     cursor, carry = 0, Fraction(0)
@@ -120,7 +121,8 @@ def test_drop_discards_whole_remainders_only(rows, epochs, sizes):
 @given(st.integers(0, 10**12), st.integers(1, 200), worlds)
 def test_shares_differ_by_at_most_one(start, size, world_size):
     """Mutation: contiguous blocks of ceil(n / W): the last rank has none where others have several (n=5, W=4:
-    2 2 1 0)."""
+    2 2 1 0).
+    """
     lengths = Lengths({"train": 10**13}, Fraction(1))
     plan = plan_step(
         {"train": Fraction(size)}, {"train": start}, {"train": Fraction(0)}, lengths, "keep", start
@@ -137,7 +139,8 @@ def test_shares_differ_by_at_most_one(start, size, world_size):
 @given(st.lists(real_sizes, min_size=1, max_size=6), st.lists(real_sizes, min_size=1, max_size=6), worlds)
 def test_the_samples_a_rank_needs_next_do_not_depend_on_the_schedule(sizes, others, world_size):
     """Mutation: `first = interval.start + rank` (a share by place inside the step): what was read ahead is
-    wrong."""
+    wrong.
+    """
     lines = []
     for schedule in (sizes, others):
         plans = run(one(200), schedule, "wrap")
@@ -206,7 +209,8 @@ def test_samples_stay_within_one_of_what_was_asked(sizes, policy):
 @pytest.mark.parametrize("policy", ["keep", "wrap"])
 def test_carries_stay_short_with_sizes_that_never_repeat(policy):
     """Mutation: `_rounded` returning its argument: denominators of more than 10,000 digits after 2,000
-    steps."""
+    steps.
+    """
     draw = random.Random(7)
     sizes = [draw.uniform(0.05, 30) for _ in range(2_000)]
     shares = [
@@ -311,7 +315,8 @@ def test_never_more_than_the_run_allows(rows, epochs, most, sizes, policy):
 )
 def test_progress_rises_from_0_to_1(rows, epochs, most, sizes, policy):
     """Mutation: `samples / positions` with --max_samples below an epoch: the decay never reaches its end
-    (R63)."""
+    (R63).
+    """
     lengths = one(rows, epochs, most)
     plans = run(lengths, sizes, policy)
     states = [(p.cursor, p.consumed + p.size, step) for step, p in enumerate(plans, 1)]
@@ -368,7 +373,8 @@ def test_several_sources_keep_their_sizes_and_are_balanced_over_their_sum(parts,
 @given(st.lists(real_sizes, min_size=1, max_size=6), st.integers(0, 30), st.sampled_from(POLICIES))
 def test_a_run_goes_on_from_its_json_as_if_it_had_not_stopped(sizes, stop, policy):
     """Mutation: `float(carry)` in `to_json`: with 0.3 the carry 9/10 comes back as the binary fraction below
-    it."""
+    it.
+    """
     lengths = one(50, 2)
     plans = run(lengths, sizes, policy)
     state = RunState.fresh(["train"], 2, 8.0)

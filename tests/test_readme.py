@@ -16,7 +16,12 @@ from launching import ROOT, environment, records
 
 README = (ROOT / "README.md").read_text()
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -q -r "
-LINES = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line]
+LINES = [
+    line
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line
+]
 COMMANDS = [line for line in LINES if not line.endswith("pytest")]
 EXAMPLES = re.findall(r"```python\n(# (\w+\.py) +(--.*?)\n.*?)```", README, re.DOTALL)
 QUICK = ["--max_samples", "200", "--report_to", "none", "--max_steps", "40"]
@@ -25,7 +30,9 @@ QUICK = ["--max_samples", "200", "--report_to", "none", "--max_steps", "40"]
 @pytest.fixture
 def copy(tmp_path) -> Path:
     """A fresh checkout, so that nothing the commands leave behind stays here."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     for name in names:
         target = tmp_path / "clone" / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +45,14 @@ def run(command: str, folder: Path) -> str:
     settings = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     del settings["WANDB_MODE"], settings["PYTHONPATH"]
     done = subprocess.run(
-        command, shell=True, cwd=folder, env=settings, capture_output=True, text=True, timeout=280, check=False
+        command,
+        shell=True,
+        cwd=folder,
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     return done.stdout + done.stderr
@@ -70,7 +84,9 @@ def test_main_job(copy):
     assert train[0]["batch_size"] < train[-2]["batch_size"]
     assert "wandb sync" in output
     assert list(folder.rglob("*.wandb")) and (folder / "config.yaml").is_file()
-    model, tokenizer = (auto.from_pretrained(folder / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        auto.from_pretrained(folder / "model") for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
     prompt = tokenizer("def ", return_tensors="pt", add_special_tokens=False)
     assert model.generate(**prompt, max_new_tokens=8, do_sample=False).shape[1] > prompt["input_ids"].shape[1]
 

@@ -1,5 +1,6 @@
 """The factors: weights that keep a sample's influence, a learning rate that follows samples, names that are
-judged."""
+judged.
+"""
 
 import math
 from fractions import Fraction
@@ -25,7 +26,8 @@ def plans(
     sizes, steps: int | None = None, rows: int = 10**6, epoch_end: str = "keep", sources=("train",)
 ) -> list:
     """The first `steps` plans, or all, of a run of one epoch; `sizes` are used in a cycle, the same for each
-    source."""
+    source.
+    """
     lengths = Lengths(dict.fromkeys(sources, rows), Fraction(1))
     cursor, carry, done, made = dict.fromkeys(sources, 0), dict.fromkeys(sources, Fraction(0)), 0, []
     for size in islice(cycle(sizes), steps):
@@ -66,7 +68,8 @@ def test_the_worked_example_of_two_and_a_half():
 ])  # fmt: skip
 def test_the_published_formula_depends_on_the_devices(size, world_size, ceil):
     """Mutation: `ceil(G)` for `W ceil(G / W)`: 1/2 for 2 samples on 4 devices, where the publication has
-    1/4."""
+    1/4.
+    """
     with_samples = [plan for plan in plans([size], 8) if plan.size]
     assert with_samples and weights("ceil", with_samples, world_size) == pytest.approx(
         [ceil] * len(with_samples)
@@ -76,7 +79,8 @@ def test_the_published_formula_depends_on_the_devices(size, world_size, ceil):
 @pytest.mark.parametrize("name", BATCH)
 def test_a_cut_step_is_a_mean(name):
     """Mutation: `cut` ignored in `mean_size` or in `ceil`: the last of 11 samples would weigh 1/4 (by
-    0.75)."""
+    0.75).
+    """
     last = plans([4], rows=11)[-1]
     assert (last.size, last.cut) == (3, True)
     assert weights(name, [last]) == pytest.approx([1 / 3])
@@ -102,7 +106,8 @@ def test_the_mean_total_weight_of_a_step_tends_to_one(size, steps):
 @pytest.mark.parametrize("size", [0.3, 0.18, 0.5, 0.99])
 def test_below_one_an_update_is_one_sample_of_weight_one(size):
     """Mutation: `M = G` without the maximum: 0.3 gives the sample weight 3.3 (the published 1/ceil gives
-    1)."""
+    1).
+    """
     made = plans([size], 100)
     assert {plan.size for plan in made} == {0, 1}
     assert sum(plan.size for plan in made) == math.floor(exact(size) * 100)
@@ -181,7 +186,8 @@ def test_decays_stay_between_peak_and_zero_outside_the_run():
 
 def test_the_decay_ends_with_the_samples_whatever_the_sizes():
     """Mutation: progress by steps / planned steps (R63): with sizes from 4 to 16 the last lr is far from the
-    end."""
+    end.
+    """
     lengths = Lengths({"train": 203}, Fraction(1))
     made = plans([4, 6, 9, 16, 1.5], rows=203)
     starts = [
@@ -204,7 +210,8 @@ def test_rules(rule, ratio, factor):
 
 def test_warmup_is_counted_in_samples():
     """Mutation: by steps: sizes 4 and 16 would rise alike. Mutation: `samples / length`: the first update
-    stands still."""
+    stands still.
+    """
     assert scaling.warmup(0, 8, 80) == 0.1
     assert scaling.warmup(24, 16, 80) == 0.5
     assert scaling.warmup(72, 8, 80) == scaling.warmup(10**9, 1, 80) == 1.0
@@ -224,7 +231,8 @@ def test_warmup_is_counted_in_samples():
 ])  # fmt: skip
 def test_bad_decays_are_answered_in_one_line(name, kwargs, words):
     """Mutation: no trial call in `parse_decay`: a TypeError, or a negative learning rate, in the middle of
-    the run."""
+    the run.
+    """
     with pytest.raises(BadSetting) as caught:
         curve(name, kwargs)
     message = str(caught.value)
@@ -236,7 +244,8 @@ def test_bad_decays_are_answered_in_one_line(name, kwargs, words):
                                   "sqrt + 1", "", "lambda r: r"])  # fmt: skip
 def test_bad_rules_are_answered_in_one_line(rule):
     """Mutation: no trial call in `parse_rule`: "power" without a number fails at the first step, on every
-    rank."""
+    rank.
+    """
     with pytest.raises(BadSetting) as caught:
         scaling.parse_rule(rule)
     message = str(caught.value)

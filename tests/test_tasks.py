@@ -1,4 +1,6 @@
-"""Models and datasets as people bring them: folders of save_pretrained and save_to_disk, csv, parquet and text files."""
+"""Models and datasets as people bring them: folders of save_pretrained and save_to_disk, csv, parquet and
+text files.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,18 @@ from adaptive.config import BadSetting, parse
 from adaptive.tasks import load_task
 from adaptive.tasks.causal_lm import CausalLM
 
-SMALL = ["--report_to", "none", "--eval_every", "never", "--max_steps", "6", "--batch_size", "3.5", "--sequence_length", "32"]
+SMALL = [
+    "--report_to",
+    "none",
+    "--eval_every",
+    "never",
+    "--max_steps",
+    "6",
+    "--batch_size",
+    "3.5",
+    "--sequence_length",
+    "32",
+]
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n" for n in range(60)]
 
 
@@ -37,16 +50,28 @@ def run(folder: Path, *arguments: str) -> list[dict]:
 @pytest.fixture
 def gpt2(tmp_path) -> Path:
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=384, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1)
+    config = GPT2Config(
+        vocab_size=384, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1
+    )
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     ByT5Tokenizer().save_pretrained(tmp_path / "gpt2")
     return tmp_path / "gpt2"
 
 
 def test_causal_lm_from_a_folder_and_a_text_file(tmp_path, gpt2):
-    """A pretrained folder starts from its own weights, at the pretrained learning rate, and is written back."""
+    """A pretrained folder starts from its own weights, at the pretrained learning rate, and is written
+    back.
+    """
     (tmp_path / "code.txt").write_text("".join(TEXTS))
-    told = run(tmp_path / "run", "--model", str(gpt2), "--dataset", str(tmp_path / "code.txt"), "--lr_scheduler_type", "constant")
+    told = run(
+        tmp_path / "run",
+        "--model",
+        str(gpt2),
+        "--dataset",
+        str(tmp_path / "code.txt"),
+        "--lr_scheduler_type",
+        "constant",
+    )
     assert told[-1]["updates"] == 6
     assert told[0]["learning_rate"] == pytest.approx(5e-5 * 1.0)
     before = GPT2LMHeadModel.from_pretrained(gpt2).state_dict()
@@ -57,7 +82,9 @@ def test_causal_lm_from_a_folder_and_a_text_file(tmp_path, gpt2):
 
 
 def test_causal_lm_from_save_to_disk_with_its_own_tokens(tmp_path, gpt2):
-    """A dataset that already has input_ids is not tokenized again; rows of several lengths are padded, not lost."""
+    """A dataset that already has input_ids is not tokenized again; rows of several lengths are padded, not
+    lost.
+    """
     rows = {"text": TEXTS, "label": [n % 3 for n in range(60)]}
     datasets.DatasetDict(
         {"train": datasets.Dataset.from_dict(rows), "validation": datasets.Dataset.from_dict(rows)}
@@ -72,10 +99,14 @@ def test_causal_lm_from_save_to_disk_with_its_own_tokens(tmp_path, gpt2):
 def test_classification_from_files_with_names_of_ones_own(tmp_path, kind):
     torch.manual_seed(0)
     BertForSequenceClassification(
-        BertConfig(vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+        BertConfig(
+            vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
     ).save_pretrained(tmp_path / "bert")
     ByT5Tokenizer().save_pretrained(tmp_path / "bert")
-    dataset = datasets.Dataset.from_dict({"body": TEXTS, "kind": ["odd" if n % 2 else "even" for n in range(60)]})
+    dataset = datasets.Dataset.from_dict(
+        {"body": TEXTS, "kind": ["odd" if n % 2 else "even" for n in range(60)]}
+    )
     path = tmp_path / f"rows.{kind}"
     getattr(dataset, f"to_{kind}")(str(path))
     told = run(
@@ -108,7 +139,9 @@ def test_packing_keeps_every_token():
 
 
 def test_collate_pads_and_counts():
-    """Supervised, input and padding tokens of rows with 3, 5 and 2 tokens. Mutation: padding counted as supervised."""
+    """Supervised, input and padding tokens of rows with 3, 5 and 2 tokens. Mutation: padding counted as
+    supervised.
+    """
     import numpy as np
 
     task = CausalLM()
@@ -129,8 +162,12 @@ def test_unknown_task_names_the_known_ones(tmp_path):
 
 def test_config_yaml_repeats_the_run(tmp_path):
     """--config RUN/config.yaml is the same run again, loss for loss."""
-    first = run(tmp_path / "one", "--schedule", "linear(interval=2, max_size=9, increment=1.5)", "--max_samples", "30")
-    train.main(parse(["--config", str(tmp_path / "one" / "config.yaml"), "--output_dir", str(tmp_path / "two")]))
+    first = run(
+        tmp_path / "one", "--schedule", "linear(interval=2, max_size=9, increment=1.5)", "--max_samples", "30"
+    )
+    train.main(
+        parse(["--config", str(tmp_path / "one" / "config.yaml"), "--output_dir", str(tmp_path / "two")])
+    )
     second = records(tmp_path / "two")
     assert [r["loss"] for r in first] == [r["loss"] for r in second]
     assert json.dumps([r["positions"] for r in first]) == json.dumps([r["positions"] for r in second])

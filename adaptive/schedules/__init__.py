@@ -1,9 +1,9 @@
 """Signals -> target size: parse "name(settings)", give a schedule what it names, decide once and agree.
 
-A schedule is any callable. Its parameters that are called after signals receive them, the others are its settings; in
-`def grow(i, size, rate=2)` the first two, which are no signals, are step and current size. Rank 0 calls it, the result
-is checked here and nowhere else, and every rank gets the same exact number, or the same error.
-To add one: any function, by path: --schedule "my_idea.py:grow(rate=2)"; or a line in SCHEDULES.
+A schedule is any callable. Its parameters that are called after signals receive them, the others are its
+settings; in `def grow(i, size, rate=2)` the first two, which are no signals, are step and current size. Rank
+0 calls it, the result is checked here and nowhere else, and every rank gets the same exact number, or the
+same error. To add one: any function, by path: --schedule "my_idea.py:grow(rate=2)"; or a line in SCHEDULES.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from adaptive.state import RunState
 class Schedule:
     """A callable with the names of the signals it wants.
 
-    `signals`: names it asks for. `call(signals, otherwise)`: its raw answer, or `otherwise` where a signal it needs has
-    no value yet.
+    `signals`: names it asks for. `call(signals, otherwise)`: its raw answer, or `otherwise` where a signal it
+    needs has no value yet.
     """
 
     def __init__(self, name: str, function: Callable, known_signals: set[str]):
@@ -47,12 +47,16 @@ class Schedule:
             if parameter in received:
                 self.wanted[parameter] = (received[parameter], needed)
             elif needed:
-                raise BadSetting(f"the schedule {name} has no value for {parameter}; write {name}({parameter}=...), "
-                                 f"or use a signal's name: {', '.join(sorted(known_signals))}")
+                raise BadSetting(
+                    f"the schedule {name} has no value for {parameter}; write {name}({parameter}=...), "
+                    f"or use a signal's name: {', '.join(sorted(known_signals))}"
+                )
         self.signals = {signal for signal, _ in self.wanted.values()}
 
     def call(self, signals: dict[str, Any], otherwise: float) -> Any:
-        """The schedule's own answer, not judged; `otherwise` when a signal without a default has no value yet."""
+        """The schedule's own answer, not judged; `otherwise` when a signal without a default has no value
+        yet.
+        """
         given = {parameter: signals.get(signal) for parameter, (signal, _) in self.wanted.items()}
         if any(given[parameter] is None for parameter, (_, needed) in self.wanted.items() if needed):
             return otherwise
@@ -78,7 +82,9 @@ class Schedule:
 
 
 def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
-    """--schedule -> Schedule; BadSetting for an unknown name, file or setting, or one it cannot be used with."""
+    """--schedule -> Schedule; BadSetting for an unknown name, file or setting, or one it cannot be used
+    with.
+    """
     schedule = parse_schedule(config.batch.schedule, known_signals)
     settings = config.flat()
     for flag, value in schedule.needs.items():
@@ -89,7 +95,9 @@ def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
 
 def first_size(schedule: Schedule, batch: Batch) -> float:
     """Size of decision 1, in the schedule's unit: the schedule's own, else the flag's, else 8."""
-    asked = batch.batch_size if batch.per_device_train_batch_size is None else batch.per_device_train_batch_size
+    asked = (
+        batch.batch_size if batch.per_device_train_batch_size is None else batch.per_device_train_batch_size
+    )
     if schedule.start is None:
         size = 8.0 if asked is None else asked
     else:
@@ -104,7 +112,9 @@ def first_size(schedule: Schedule, batch: Batch) -> float:
 
 
 def parse_schedule(text: str, known_signals: set[str]) -> Schedule:
-    """"NAME(settings)" or "FILE.py:NAME(settings)" -> Schedule; BadSetting for an unknown name, file or setting."""
+    """ "NAME(settings)" or "FILE.py:NAME(settings)" -> Schedule; BadSetting for an unknown name, file or
+    setting.
+    """
     path, found = None, re.match(r"\s*(.+\.py):(.*)", text, re.DOTALL)
     if found:
         path, text = Path(found[1]), found[2]
@@ -114,7 +124,9 @@ def parse_schedule(text: str, known_signals: set[str]) -> Schedule:
     elif name in SCHEDULES:
         function = SCHEDULES[name]
     else:
-        raise BadSetting(f'--schedule is "{text}"; write one of {", ".join(SCHEDULES)}, or FILE.py:NAME(settings)')
+        raise BadSetting(
+            f'--schedule is "{text}"; write one of {", ".join(SCHEDULES)}, or FILE.py:NAME(settings)'
+        )
     try:
         return Schedule(name, _bind(function, arguments, settings, known_signals), known_signals)
     except BadSetting:
@@ -142,13 +154,19 @@ def _bind(function: Callable, arguments: list, settings: dict, known_signals: se
 
 
 def received_signals(function: Callable, known_signals: set[str]) -> dict[str, str]:
-    """{parameter: the signal it receives}: its own name; step and current_size for the first two of other names."""
+    """{parameter: the signal it receives}: its own name; step and current_size for the first two of other
+    names.
+    """
     received: dict[str, str] = {}
     for place, (parameter, spec) in enumerate(inspect.signature(function).parameters.items()):
         by_place = place == 0 or (place == 1 and list(received.values()) == ["step"])
         if parameter in known_signals:
             received[parameter] = parameter
-        elif by_place and spec.default is spec.empty and spec.kind in (spec.POSITIONAL_ONLY, spec.POSITIONAL_OR_KEYWORD):
+        elif (
+            by_place
+            and spec.default is spec.empty
+            and spec.kind in (spec.POSITIONAL_ONLY, spec.POSITIONAL_OR_KEYWORD)
+        ):
             received[parameter] = ("step", "current_size")[place]
     return received
 
@@ -165,13 +183,15 @@ def from_file(path: Path, name: str, flag: str) -> Any:
     except Exception as error:
         raise BadSetting(f"{flag} {path}: {described(error)}") from error
     if not hasattr(module, name):
-        names = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name]
+        names = [
+            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module_name
+        ]
         raise BadSetting(f"{flag}: {path} has no {name}; it has {', '.join(names) or 'nothing callable'}")
     return getattr(module, name)
 
 
 def described(error: BaseException) -> str:
-    """"ValueError: message (file.py:12)": an exception of a user's code in one line."""
+    """ "ValueError: message (file.py:12)": an exception of a user's code in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     known = frames and not isinstance(error, SyntaxError)  # which names its own line
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if known else ""
@@ -179,12 +199,17 @@ def described(error: BaseException) -> str:
 
 
 def decide(
-    schedule: Schedule, state: RunState, signals: dict[str, Any], batch: Batch, lengths: Lengths, seconds: float
+    schedule: Schedule,
+    state: RunState,
+    signals: dict[str, Any],
+    batch: Batch,
+    lengths: Lengths,
+    seconds: float,
 ) -> dict[str, Any]:
     """The size of the next step, in JSON values that every rank can be sent; called on rank 0 only.
 
-    {"size": in the schedule's unit, "target": G as "p/q", "clamped": why the schedule's own answer was not taken,
-    "schedule": its memory, "seconds": `seconds`}. Decision 1 uses the initial size.
+    {"size": in the schedule's unit, "target": G as "p/q", "clamped": why the schedule's own answer was not
+    taken, "schedule": its memory, "seconds": `seconds`}. Decision 1 uses the initial size.
     """
     step = state.step + 1
     answer: Any = state.initial_size
@@ -192,14 +217,18 @@ def decide(
         try:
             answer = schedule.call(signals, otherwise=state.size)
         except Exception as error:
-            raise BadSetting(f"the schedule {schedule.name} failed at step {step}: {described(error)}") from error
+            raise BadSetting(
+                f"the schedule {schedule.name} failed at step {step}: {described(error)}"
+            ) from error
     size = checked(answer, schedule.name, step)
     clamped = None
     if batch.max_batch_size is not None and size > batch.max_batch_size:
         size, clamped = float(batch.max_batch_size), f"--max_batch_size {batch.max_batch_size:g}"
     if batch.fraction == "accumulate" and size > 1:
-        raise BadSetting(f"the schedule {schedule.name} returned {size:g} at step {step}: with --fraction accumulate "
-                         "it is the share of an update that one pass is; write --max_batch_size 1, or another schedule")
+        raise BadSetting(
+            f"the schedule {schedule.name} returned {size:g} at step {step}: with --fraction accumulate "
+            "it is the share of an update that one pass is; write --max_batch_size 1, or another schedule"
+        )
     target = global_size(size, batch, state.world_size)
     rows = sum(lengths.sources.values())
     if len(lengths.sources) == 1 and target > rows:
@@ -227,7 +256,9 @@ def checked(size: Any, schedule: str, step: int) -> float:
     except OverflowError:  # an integer beyond any float
         number = math.inf
     if not 0 < number < math.inf:
-        raise BadSetting(f"the schedule {schedule} returned {size!r} at step {step}; it must return a number above 0")
+        raise BadSetting(
+            f"the schedule {schedule} returned {size!r} at step {step}; it must return a number above 0"
+        )
     return number
 
 

@@ -1,8 +1,8 @@
 """Functions of measurements: sizes that follow gradients, noise, memory or loss.
 
-What a schedule names is measured, and nothing else. Those that read noise, memory or time see numbers that depend on
-the cut or the machine; --schedule "replay(RUN)" repeats their sizes anywhere.
-To add one: a function or a class whose call names signals (adaptive/signals.py), and a line in SCHEDULES.
+What a schedule names is measured, and nothing else. Those that read noise, memory or time see numbers that
+depend on the cut or the machine; --schedule "replay(RUN)" repeats their sizes anywhere. To add one: a
+function or a class whose call names signals (adaptive/signals.py), and a line in SCHEDULES.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ def bounded(size: float, current_size: float, smallest: float, largest: float, f
 class gradient_memory:  # noqa: N801 (named as it is written on the command line)
     """Halve when the gradient norm or the memory in use is high, double when it is low; memory wins.
 
-    The batch-size manager for large models: gradient norm above 10 halves, below 0.1 doubles; memory above 0.8 of the
-    device halves, below 0.4 doubles. The first `quiet` decisions change nothing, and after a change `wait` pass.
+    The batch-size manager for large models: gradient norm above 10 halves, below 0.1 doubles; memory above
+    0.8 of the device halves, below 0.4 doubles. The first `quiet` decisions change nothing, and after a
+    change `wait` pass.
     """
 
     smallest: float = 1
@@ -59,9 +60,11 @@ class gradient_memory:  # noqa: N801 (named as it is written on the command line
 
 
 def noise_scale(step, current_size, noise_scale, c=1.0, smallest=2, largest=1024, interval=20, margin=0.1):
-    """Follow `c` times the measured noise scale (McCandlish et al. 2018), at most x2 every `interval` decisions.
+    """Follow `c` times the measured noise scale (McCandlish et al. 2018), at most x2 every `interval`
+    decisions.
 
-    A step of one sample has no noise to measure, hence `smallest`. Changes below `margin` of the size are left alone, so that it does not flap.
+    A step of one sample has no noise to measure, hence `smallest`. Changes below `margin` of the size are
+    left alone, so that it does not flap.
     """
     size = bounded(c * noise_scale, current_size, smallest, largest)
     return size if step % interval == 0 and abs(size - current_size) > margin * current_size else current_size
@@ -74,19 +77,29 @@ def norm_test(step, current_size, grad_variance, grad_norm, eta=1.0, largest=102
     """
     if step % interval or grad_norm <= 0:
         return current_size
-    return bounded(grad_variance / (eta * grad_norm) ** 2, current_size, current_size, max(largest, current_size))
+    return bounded(
+        grad_variance / (eta * grad_norm) ** 2, current_size, current_size, max(largest, current_size)
+    )
 
 
-def cosine_target(step, current_size, grad_cosine, target=0.8, smallest=1, largest=1024, interval=20, factor=1.1):
-    """Grow where two halves of a step agree less than `target`, shrink where more (SimiGrad, Qin et al. 2021)."""
+def cosine_target(
+    step, current_size, grad_cosine, target=0.8, smallest=1, largest=1024, interval=20, factor=1.1
+):
+    """Grow where two halves of a step agree less than `target`, shrink where more (SimiGrad, Qin et al.
+    2021).
+    """
     if step % interval:
         return current_size
-    return bounded(current_size * (factor if grad_cosine < target else 1 / factor), current_size, smallest, largest)
+    return bounded(
+        current_size * (factor if grad_cosine < target else 1 / factor), current_size, smallest, largest
+    )
 
 
 @dataclass
 class loss_plateau:  # noqa: N801
-    """Multiply the size by `factor` when the averaged loss has not fallen by `threshold` for `patience` decisions."""
+    """Multiply the size by `factor` when the averaged loss has not fallen by `threshold` for `patience`
+    decisions.
+    """
 
     patience: int = 100
     factor: float = 2.0
@@ -101,7 +114,9 @@ class loss_plateau:  # noqa: N801
         if step - self.since < self.patience:
             return current_size
         self.since = step
-        return bounded(current_size * self.factor, current_size, 0, max(self.largest, current_size), self.factor)
+        return bounded(
+            current_size * self.factor, current_size, 0, max(self.largest, current_size), self.factor
+        )
 
     def state_dict(self):
         return {"best": self.best, "since": self.since}

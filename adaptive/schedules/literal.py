@@ -22,7 +22,9 @@ def parse_call(text: str, flag: str) -> tuple[str, list[Any], dict[str, Any]]:
             return call.func.id, arguments, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         pass
-    raise BadSetting(f'{flag} is "{text}"; write NAME or NAME(setting=1.5, other="text") with plain numbers and strings')
+    raise BadSetting(
+        f'{flag} is "{text}"; write NAME or NAME(setting=1.5, other="text") with plain numbers and strings'
+    )
 
 
 def _named_once(keywords: list[ast.keyword]) -> bool:

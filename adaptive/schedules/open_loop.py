@@ -1,8 +1,8 @@
 """Functions of progress: sizes that follow from step and samples alone, so they are the same on any machine.
 
-To add one: a function whose parameters are signals (adaptive/signals.py) and settings, and a line in SCHEDULES of
-adaptive/schedules/__init__.py; or any file of yours, by path. A class has its settings in the constructor. A schedule
-with `start` decides the first size itself.
+To add one: a function whose parameters are signals (adaptive/signals.py) and settings, and a line in
+SCHEDULES of adaptive/schedules/__init__.py; or any file of yours, by path. A class has its settings in the
+constructor. A schedule with `start` decides the first size itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def constant(step, current_size):
 
 
 def linear(step, current_size, interval=100, max_size=32, increment=2):
-    """Every `interval` steps `increment` more, up to `max_size` (the adaptive batch-size trainer's example)."""
+    """Every `interval` steps `increment` more, up to `max_size` (the adaptive batch-size trainer's
+    example).
+    """
     if step % interval == 0:
         return min(current_size + increment, max_size)
     return current_size

@@ -1,8 +1,8 @@
 """A task: rows, a model, and the loss of each sample of one pass.
 
-To add one: a class with `load`, `model` and `loss_sum` in any file, --task "my_task.py:MyTask"; or a line in TASKS. The loop
-asks for sums over a sample's supervised items (tokens, or the sample itself), never for means: how they weigh in the
-step's gradient is scaling.py's business, which no task needs to know.
+To add one: a class with `load`, `model` and `loss_sum` in any file, --task "my_task.py:MyTask"; or a line in
+TASKS. The loop asks for sums over a sample's supervised items (tokens, or the sample itself), never for
+means: how they weigh in the step's gradient is scaling.py's business, which no task needs to know.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Task:
 
     def loss_sum(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """(rows,) loss of each sample, summed over its supervised items."""
-        raise TypeError(f"{type(self).__name__} has no loss_sum(model, batch); see adaptive/tasks/causal_lm.py")
+        raise TypeError(
+            f"{type(self).__name__} has no loss_sum(model, batch); see adaptive/tasks/causal_lm.py"
+        )
 
     def items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """(rows,) int64: supervised items of each sample; by default the sample itself is the only one."""
@@ -80,12 +82,14 @@ def load_task(name: str) -> Task:
     if found:
         return from_file(Path(found[1]), found[2], "--task")()
     if name not in TASKS:
-        raise BadSetting(f'--task is {name!r}; write one of {", ".join(TASKS)}, or FILE.py:CLASS')
+        raise BadSetting(f"--task is {name!r}; write one of {', '.join(TASKS)}, or FILE.py:CLASS")
     module, attribute = TASKS[name].split(":")
     return getattr(importlib.import_module(module), attribute)()
 
 
-def build_model(auto_class: Any, config: Config, presets: dict[str, dict], **settings: Any) -> torch.nn.Module:
+def build_model(
+    auto_class: Any, config: Config, presets: dict[str, dict], **settings: Any
+) -> torch.nn.Module:
     """--model_name_or_path -> model: a preset from scratch, or `from_pretrained`; fills in the learning rate.
 
     `settings` go to the model's config (num_labels, ...).
@@ -103,8 +107,10 @@ def build_model(auto_class: Any, config: Config, presets: dict[str, dict], **set
             model = auto_class.from_pretrained(name, dtype=dtype, trust_remote_code=code, **settings)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise BadSetting(f"--model_name_or_path {name!r} is no preset ({', '.join(presets)}), and could not be "
-                             f"opened as a folder or hub name: {reason}") from None
+            raise BadSetting(
+                f"--model_name_or_path {name!r} is no preset ({', '.join(presets)}), and could not be "
+                f"opened as a folder or hub name: {reason}"
+            ) from None
     if config.optim.learning_rate is None:
         config.optim.learning_rate = 3e-3 if name in presets else 5e-5
     if config.model.gradient_checkpointing:
@@ -123,7 +129,9 @@ def build_tokenizer(config: Config, presets: dict[str, dict]) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise BadSetting(f"no tokenizer could be opened from {name!r}; write --tokenizer_name: {reason}") from None
+        raise BadSetting(
+            f"no tokenizer could be opened from {name!r}; write --tokenizer_name: {reason}"
+        ) from None
 
 
 def _stack(values: list[Any], padding: float) -> torch.Tensor:
@@ -131,7 +139,9 @@ def _stack(values: list[Any], padding: float) -> torch.Tensor:
     arrays = [np.asarray(value) for value in values]
     longest = max((a.shape[0] for a in arrays if a.ndim), default=0)
     if any(a.ndim and a.shape[0] != longest for a in arrays):
-        arrays = [np.concatenate([a, np.full((longest - len(a), *a.shape[1:]), padding, a.dtype)]) for a in arrays]
+        arrays = [
+            np.concatenate([a, np.full((longest - len(a), *a.shape[1:]), padding, a.dtype)]) for a in arrays
+        ]
     return torch.from_numpy(np.array(arrays))  # all of one shape now; faster than np.stack
 
 

@@ -12,14 +12,22 @@ from adaptive.config import Config
 from adaptive.corpus import fingerprint, load_corpus
 from adaptive.tasks import Loaded, Task, build_model, build_tokenizer
 
-_BYTES = {"vocab_size": 384, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}  # ByT5's 259 + 125 extra
+_BYTES = {
+    "vocab_size": 384,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}  # ByT5's 259 + 125 extra
 PRESETS = {
     "llama-tiny": _BYTES | {"model_type": "llama", "hidden_size": 64, "intermediate_size": 176,
-                            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048},
+                            "num_hidden_layers": 2, "num_attention_heads": 4,
+                            "max_position_embeddings": 2048},
     "llama-small": _BYTES | {"model_type": "llama", "hidden_size": 256, "intermediate_size": 704,
-                             "num_hidden_layers": 6, "num_attention_heads": 8, "max_position_embeddings": 2048},
+                             "num_hidden_layers": 6, "num_attention_heads": 8,
+                             "max_position_embeddings": 2048},
     "llama-125m": _BYTES | {"model_type": "llama", "hidden_size": 768, "intermediate_size": 2048,
-                            "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 4096},
+                            "num_hidden_layers": 12, "num_attention_heads": 12,
+                            "max_position_embeddings": 4096},
 }  # fmt: skip
 
 
@@ -48,25 +56,35 @@ class CausalLM(Task):
         batch = super().collate(rows)
         lengths = np.array([len(row["input_ids"]) for row in rows])
         if "attention_mask" not in batch and lengths.min() < lengths.max():
-            batch["attention_mask"] = torch.from_numpy((np.arange(lengths.max()) < lengths[:, None]).astype(np.int64))
+            batch["attention_mask"] = torch.from_numpy(
+                (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+            )
         if "labels" not in batch:
             mask = batch.get("attention_mask")
-            batch["labels"] = batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(mask == 0, -100)
+            batch["labels"] = (
+                batch["input_ids"] if mask is None else batch["input_ids"].masked_fill(mask == 0, -100)
+            )
         return batch
 
     def items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return (batch["labels"][:, 1:] != -100).sum(dim=1)  # the first token has nothing to be predicted from
 
     def loss_sum(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False).logits
-        # (rows, length - 1, vocabulary) against (rows, length - 1); at least fp32, as transformers' own losses
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False
+        ).logits
+        # (rows, length - 1, vocabulary) against (rows, length - 1); at least fp32, as transformers' own
+        # losses
         logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:], ignore_index=-100, reduction="none")
+        losses = F.cross_entropy(
+            logits.transpose(1, 2), batch["labels"][:, 1:], ignore_index=-100, reduction="none"
+        )
         return losses.sum(dim=1)
 
 
 def pack(dataset: Any, tokenizer: Any, length: int) -> Any:
-    """Column "text" -> rows of `length` tokens, documents joined by the end token; the last row may be shorter.
+    """Column "text" -> rows of `length` tokens, documents joined by the end token; the last row may be
+    shorter.
 
     Rows that already have input_ids stay as they are. Cached on disk by `datasets`.
     """

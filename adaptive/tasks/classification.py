@@ -13,7 +13,8 @@ from adaptive.tasks import Loaded, Task, build_model, build_tokenizer
 
 PRESETS = {
     "bert-tiny": {"model_type": "bert", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 256,
-                  "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048, "pad_token_id": 0},
+                  "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048,
+                  "pad_token_id": 0},
     "bert-small": {"model_type": "bert", "vocab_size": 384, "hidden_size": 256, "intermediate_size": 1024,
                    "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 2048,
                    "pad_token_id": 0},
@@ -21,7 +22,9 @@ PRESETS = {
 
 
 class Classification(Task):
-    """Rows have input_ids (length,), attention_mask (length,) and label (); the sample is the supervised item."""
+    """Rows have input_ids (length,), attention_mask (length,) and label (); the sample is the supervised
+    item.
+    """
 
     def load(self, config: Config) -> Loaded:
         length = config.data.sequence_length
@@ -56,7 +59,9 @@ class Classification(Task):
         return self.measure(model, batch)["loss"]
 
     def measure(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits  # (rows, classes)
+        logits = model(
+            input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
+        ).logits  # (rows, classes)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = F.cross_entropy(logits, batch["label"], reduction="none")
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == batch["label"]).float()}

@@ -33,7 +33,11 @@ QUIET = ["--task", f"{HERE}:Table", "--report_to", "none", "--lr_scaling", "none
 STEPS = [
     ([0, 1], 64, "tokens"),  # R01: 3 tokens on rank 0, 13 on rank 1
     ([0, 1], 64, "samples"),
-    ([0, BLIND, 2, BLIND, 3, BLIND], 1, "tokens"),  # R07: every other sample without supervision; one rank has none
+    (
+        [0, BLIND, 2, BLIND, 3, BLIND],
+        1,
+        "tokens",
+    ),  # R07: every other sample without supervision; one rank has none
     ([0, BLIND, 2, BLIND, 3, BLIND], 2, "samples"),
     ([7, 8, 9, 10, 11, 12, 13, 14], 1, "tokens"),  # R18: passes of 1, 2, 4, 8 tokens a row
     ([BLIND, BLIND, BLIND], 1, "tokens"),  # nothing to learn from
@@ -80,7 +84,14 @@ def make_rows() -> list[dict]:
         tokens = draw.integers(0, WORDS, count + 1 + int(draw.integers(0, 4)))
         labels = tokens.copy()
         labels[: len(tokens) - count] = -100
-        rows.append({"input_ids": tokens, "labels": labels, "number": np.int64(number), "bad": np.int64(number == BAD)})
+        rows.append(
+            {
+                "input_ids": tokens,
+                "labels": labels,
+                "number": np.int64(number),
+                "bad": np.int64(number == BAD),
+            }
+        )
     return rows
 
 
@@ -204,13 +215,17 @@ def masters(engine) -> torch.Tensor:
 
 
 def job_steps(out: Path) -> list[dict]:
-    """STEPS in a row; what was measured, whether ranks agree, how often gradients were reduced, and the weights."""
+    """STEPS in a row; what was measured, whether ranks agree, how often gradients were reduced, and the
+    weights.
+    """
     engine, task = start("--max_grad_norm", "0")
     calls, hooked, seen = [], not hasattr(engine.model, "backward"), []
     if hooked and engine.world_size > 1:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-        engine.model.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1])
+        engine.model.register_comm_hook(
+            None, lambda state, bucket: (calls.append(1), allreduce_hook(state, bucket))[1]
+        )
     engine_steps = []
     if not hooked:
         plain = engine.model.step
@@ -220,20 +235,24 @@ def job_steps(out: Path) -> list[dict]:
         del calls[:], engine_steps[:]
         before, memory = whole(engine), held(engine)
         measured = one_step(engine, task, numbers, micro, mode)
-        checks = [float(p.grad.double().sum()) if p.grad is not None else 0.0 for p in engine.model.parameters()]
+        checks = [
+            float(p.grad.double().sum()) if p.grad is not None else 0.0 for p in engine.model.parameters()
+        ]
         skipped = train.update(engine, measured, RATE)
         after, kept = whole(engine), held(engine)
         same = all(torch.equal(before[k], after[k]) for k in before) and all(map(torch.equal, memory, kept))
         seen.append({
             "loss": measured.loss, "grad_norm": measured.grad_norm, "items": measured.items, "skipped": skipped,
             "checks": checks if hooked else None, "reductions": len(calls), "engine_steps": len(engine_steps),
-            "unchanged": same and len(memory) == len(kept), "weights": after,
+            "unchanged": same and len(memory) == len(kept), "n_held": len(kept), "weights": after,
         })  # fmt: skip
     return seen
 
 
 def job_clip(out: Path) -> list[dict]:
-    """One step with a large gradient at each limit: norm before clipping and the real length of the update."""
+    """One step with a large gradient at each limit: norm before clipping and the real length of the
+    update.
+    """
     seen = []
     for limit in LIMITS:
         engine, task = start("--max_grad_norm", str(limit), momentum=0.0, decay=0.0)
@@ -243,7 +262,9 @@ def job_clip(out: Path) -> list[dict]:
             skipped = train.update(engine, measured, RATE)
             after = whole(engine)
             length = sum(float((after[k] - before[k]).double().square().sum()) for k in after) ** 0.5
-            seen.append({"limit": limit, "grad_norm": measured.grad_norm, "length": length, "skipped": skipped})
+            seen.append(
+                {"limit": limit, "grad_norm": measured.grad_norm, "length": length, "skipped": skipped}
+            )
             before = after
     return seen
 
@@ -309,7 +330,11 @@ def cycle(step, current_size):
     return [4, 6, 5, 3][step % 4]
 
 
-RUNS = {"ones": ("1", "constant", "1"), "cycle": ("4", f"{HERE}:cycle", "1"), "seven": ("7.5", "constant", "3")}
+RUNS = {
+    "ones": ("1", "constant", "1"),
+    "cycle": ("4", f"{HERE}:cycle", "1"),
+    "seven": ("7.5", "constant", "3"),
+}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])

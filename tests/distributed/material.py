@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-
 from transformers import AutoModelForCausalLM
 
 from adaptive.tasks import Loaded, build_model
@@ -28,9 +27,11 @@ class Uneven(CausalLM):
         return Loaded(train=rows, eval=rows[:31])
 
     def model(self, config):
-        """In fp64 GPT-2, which stays there throughout (Llama's norm computes in fp32 whatever its parameters are).
+        """In fp64 GPT-2, which stays there throughout (Llama's norm computes in fp32 whatever its parameters
+        are).
 
-        In fp32 Llama: GPT-2's key biases have a gradient of zero, whose rounding AdamW blows up to whole steps.
+        In fp32 Llama: GPT-2's key biases have a gradient of zero, whose rounding AdamW blows up to whole
+        steps.
         """
         return build_model(AutoModelForCausalLM, config, GPT2 if config.model.dtype == "float64" else PRESETS)
 

@@ -66,17 +66,28 @@ def test_signal_and_kill_change_nothing(undisturbed, tmp_path):
     at = json.loads((newest(folder) / "manifest.json").read_text())["state"]["step"]
     assert at == told(folder)[-1]["step"], "the last step was saved"
 
-    command = [sys.executable, "train.py", "--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "auto"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--config",
+        str(folder / "config.yaml"),
+        "--resume_from_checkpoint",
+        "auto",
+    ]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
     while told(folder)[-1]["step"] < at + 13:
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()
     process.wait()
-    partial = folder / "checkpoints" / "step_9999"  # as a kill inside a save that renames too early would leave it
+    partial = (
+        folder / "checkpoints" / "step_9999"
+    )  # as a kill inside a save that renames too early would leave it
     shutil.copytree(newest(folder), partial)
     os.truncate(partial / "training.pt", 1000)
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "passing over" in done.stdout and "training.pt" in done.stdout
 
@@ -91,7 +102,9 @@ def newest(folder: Path) -> Path:
 
 
 def runs(layout: str, processes: int, *arguments: list[str]) -> None:
-    launch(layout, processes, HERE / "several_runs.py", json.dumps(list(arguments)), ADAPTIVE_TIMEOUT_MINUTES="1")
+    launch(
+        layout, processes, HERE / "several_runs.py", json.dumps(list(arguments)), ADAPTIVE_TIMEOUT_MINUTES="1"
+    )
 
 
 MOMENTUM = [*SGD, "--optim_args", "momentum=0.9", "--learning_rate", "0.02"]
@@ -108,8 +121,8 @@ CASES = [  # layout, processes until step 23, then, optimizer
 def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, optimizer):
     """W = 2 until step 23, then others to the end: rows, sizes and losses as without a stop, weights to 1e-6.
 
-    Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not loaded;
-    settings of the parameter groups not put back after a conversion (biases decay).
+    Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not
+    loaded; settings of the parameter groups not put back after a conversion (biases decay).
     """
     settings = [*COMMON, *optimizer, "--micro_batch_size", "3"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -122,7 +135,9 @@ def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, opt
         a, b = records(folder), records(whole)
         same = ("step", "positions", "batch_size", "samples", "tokens", "updates", "carry", "skipped")
         assert [[r[k] for k in same] for r in a] == [[r[k] for k in same] for r in b]
-        assert [r["loss"] for r in a if r["loss"]] == pytest.approx([r["loss"] for r in b if r["loss"]], rel=1e-5)
+        assert [r["loss"] for r in a if r["loss"]] == pytest.approx(
+            [r["loss"] for r in b if r["loss"]], rel=1e-5
+        )
         assert distance(folder, whole) < 1e-6
         assert set(audits(folder)) == set(range(max(first, processes)))
         assert not list((folder / "checkpoints").glob(".*")), "nothing is left of a conversion"
@@ -130,7 +145,15 @@ def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, opt
 
 def test_an_optimizer_without_conversion_is_refused(tmp_path):
     """SGD with momentum under ZeRO-2, 2 processes to 3: one line that says why, never a fresh optimizer."""
-    settings = [*COMMON, *MOMENTUM, "--micro_batch_size", "3", "--output_dir", str(tmp_path / "run"), "--max_steps"]
+    settings = [
+        *COMMON,
+        *MOMENTUM,
+        "--micro_batch_size",
+        "3",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--max_steps",
+    ]
     runs("cpu_zero2", 2, [*settings, "4"])
     resume = json.dumps([[*settings, "6", "--resume_from_checkpoint", "auto"]])
     done = launch("cpu_zero2", 3, HERE / "several_runs.py", resume, check=False, ADAPTIVE_TIMEOUT_MINUTES="1")
@@ -145,4 +168,6 @@ def test_another_dataset_is_refused(tmp_path):
     text = tmp_path / "other.csv"
     text.write_text("text,label\n" + "".join(f"word {n},{n % 2}\n" for n in range(40)))
     done = run_python("train.py", *small, "--resume_from_checkpoint", "auto", "--dataset_name", text)
-    assert done.returncode == 2 and "another dataset" in done.stderr and "--allow_dataset_change" in done.stderr
+    assert (
+        done.returncode == 2 and "another dataset" in done.stderr and "--allow_dataset_change" in done.stderr
+    )

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from material import ROWS
 from launching import audits, launch, records
+from material import ROWS
 from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
@@ -61,8 +61,10 @@ def distance(one: Path, other: Path) -> float:
 
 @pytest.mark.parametrize(("layout", "processes"), CUTS)
 def test_weights_losses_and_samples_do_not_depend_on_the_cut(reference, tmp_path, layout, processes):
-    """Mutations: mean of micro-batch means in train.gradient (1e-2); `world_size *` left out of loss_scale (1e-1);
-    gradient_accumulation_boundary always True (ZeRO-1, 2: 1e-1); share() by contiguous halves (indices differ)."""
+    """Mutations: mean of micro-batch means in train.gradient (1e-2); `world_size *` left out of loss_scale
+    (1e-1); gradient_accumulation_boundary always True (ZeRO-1, 2: 1e-1); share() by contiguous halves
+    (indices differ).
+    """
     run_all(tmp_path, layout, processes, CUTS[layout, processes])
     for name in CUTS[layout, processes]:
         kind = name.split("-")[0]
@@ -71,9 +73,21 @@ def test_weights_losses_and_samples_do_not_depend_on_the_cut(reference, tmp_path
         ours, theirs = records(mine), records(whole)
         assert len(ours) == len(theirs) >= (20 if kind == "adamw" else 60)
         for a, b in zip(ours, theirs, strict=True):
-            same = ("step", "updates", "samples", "tokens", "positions", "batch_size", "weight", "skipped", "carry")
+            same = (
+                "step",
+                "updates",
+                "samples",
+                "tokens",
+                "positions",
+                "batch_size",
+                "weight",
+                "skipped",
+                "carry",
+            )
             assert [a[k] for k in same] == [b[k] for k in same]
-            assert (a["loss"] is None and b["loss"] is None) or a["loss"] == pytest.approx(b["loss"], rel=1e-6)
+            assert (a["loss"] is None and b["loss"] is None) or a["loss"] == pytest.approx(
+                b["loss"], rel=1e-6
+            )
         evals = [[e["eval_loss"] for e in records(folder, "eval")] for folder in (mine, whole)]
         assert evals[0] == pytest.approx(evals[1], rel=1e-5)
         assert distance(mine, whole) < TOLERANCE[kind]
