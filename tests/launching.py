@@ -40,9 +40,18 @@ def launch(
     AssertionError with the end of its output when it fails; TimeoutExpired when it hangs.
     """
     command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{layout}.yaml",
-        "--num_processes", str(processes), "--main_process_port", "0", str(script), *map(str, arguments),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        f"accelerate_configs/{layout}.yaml",
+        "--num_processes",
+        str(processes),
+        "--main_process_port",
+        "0",
+        str(script),
+        *map(str, arguments),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,

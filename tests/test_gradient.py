@@ -29,8 +29,25 @@ from adaptive.tasks import Loaded, Task
 from adaptive.tasks.causal_lm import CausalLM
 
 WORDS, N_ROWS = 17, 23
-QUIET = ["--report_to", "none", "--eval_every", "never", "--lr_scaling", "none", "--lr_scheduler_type", "constant",
-         "--max_grad_norm", "0", "--dtype", "float64", "--learning_rate", "0.1", "--optim", "sgd", "--audit"]  # fmt: skip
+QUIET = [
+    "--report_to",
+    "none",
+    "--eval_every",
+    "never",
+    "--lr_scaling",
+    "none",
+    "--lr_scheduler_type",
+    "constant",
+    "--max_grad_norm",
+    "0",
+    "--dtype",
+    "float64",
+    "--learning_rate",
+    "0.1",
+    "--optim",
+    "sgd",
+    "--audit",
+]
 
 
 # What is trained: in this file, by path, as a user would
@@ -212,8 +229,16 @@ def losses_of(model, rows: list[dict]) -> list[torch.Tensor]:
     for row in rows:
         tokens, labels = torch.tensor(row["input_ids"])[None], torch.tensor(row["labels"])
         logits = model(tokens).logits[0]
-        losses.append(sum((F.cross_entropy(logits[at - 1], labels[at]) for at in range(1, len(labels))
-                           if labels[at] != -100), logits.sum() * 0))  # fmt: skip
+        losses.append(
+            sum(
+                (
+                    F.cross_entropy(logits[at - 1], labels[at])
+                    for at in range(1, len(labels))
+                    if labels[at] != -100
+                ),
+                logits.sum() * 0,
+            )
+        )
     return losses
 
 
@@ -261,14 +286,21 @@ def test_gradient_is_the_weighted_sum_for_every_cut(by_tokens, policy):
     engine, task = prepared()
     dataset = make_rows(N_ROWS)
     by_hand = {
-        "target": lambda size, n, w: 1 / max(size, Fraction(1)), "realized": lambda size, n, w: Fraction(1, n),
+        "target": lambda size, n, w: 1 / max(size, Fraction(1)),
+        "realized": lambda size, n, w: Fraction(1, n),
         "ceil": lambda size, n, w: Fraction(1, w * math.ceil(size / w)),
-    }[policy]  # fmt: skip
+    }[policy]
     engine.config.batch.fractional_scaling = policy
     tried = 0
     for size, carry in [(0.4, "3/5"), (1, "0"), (2.5, "0"), (2.5, "1/2"), (7, "0"), (11.5, "1/2"), (40, "0")]:
-        plan = plan_step({"train": exact(size)}, {"train": 0}, {"train": Fraction(carry)},
-                         Lengths({"train": N_ROWS}, Fraction(1)), "keep", 0)  # fmt: skip
+        plan = plan_step(
+            {"train": exact(size)},
+            {"train": 0},
+            {"train": Fraction(carry)},
+            Lengths({"train": N_ROWS}, Fraction(1)),
+            "keep",
+            0,
+        )
         rows = dataset[: plan.size]
         assert plan.size == min((Fraction(carry) + exact(size)) // 1, N_ROWS)
         for world_size in (1, 2, 3, 5):
@@ -281,9 +313,15 @@ def test_gradient_is_the_weighted_sum_for_every_cut(by_tokens, policy):
                 for rank in range(world_size):
                     one = as_rank(engine, rank, world_size, sum(map(n_supervised, rows)))
                     own = [dataset[at] for _, positions in share(plan, rank, world_size) for at in positions]
-                    train.gradient(one, task, own, lambda: dataset[0], plan.size,
-                                   scaling.sample_weight(engine.config.batch, plan, world_size),
-                                   engine.config.batch)  # fmt: skip
+                    train.gradient(
+                        one,
+                        task,
+                        own,
+                        lambda: dataset[0],
+                        plan.size,
+                        scaling.sample_weight(engine.config.batch, plan, world_size),
+                        engine.config.batch,
+                    )
                     torch._foreach_add_(
                         added, gradients(engine), alpha=1 / world_size
                     )  # the engine's average
@@ -341,8 +379,20 @@ def test_short_last_step_is_divided_by_what_it_has(tmp_path, policy):
 
     Mutation: `mean_size` without `plan.cut` (the tail's weight is 1/4; weights differ by 1e-2).
     """
-    _, weights = run(tmp_path / "run", "Ten", "--batch_size", "4", "--schedule", "constant", "--micro_batch_size", "1",
-                     "--num_train_epochs", "2", "--epoch_end", policy)  # fmt: skip
+    _, weights = run(
+        tmp_path / "run",
+        "Ten",
+        "--batch_size",
+        "4",
+        "--schedule",
+        "constant",
+        "--micro_batch_size",
+        "1",
+        "--num_train_epochs",
+        "2",
+        "--epoch_end",
+        policy,
+    )
     told = [(r["batch_size"], r["weight"]) for r in records(tmp_path / "run")]
     whole, tail = (4, 0.25), (2, 0.5)
     assert told == {"keep": [whole, whole, tail] * 2, "drop": [whole] * 4, "wrap": [whole] * 5}[policy]
@@ -362,8 +412,18 @@ def test_one_optimizer_step_for_each_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(
         torch.optim.SGD, "step", lambda self, *a, **k: (steps.append(1), plain(self, *a, **k))[1]
     )
-    state, weights = run(tmp_path / "run", "Tiny", "--batch_size", "8", "--schedule", f"{__file__}:jumping",
-                         "--micro_batch_size", "3", "--num_train_epochs", "4.5")  # fmt: skip
+    state, weights = run(
+        tmp_path / "run",
+        "Tiny",
+        "--batch_size",
+        "8",
+        "--schedule",
+        f"{__file__}:jumping",
+        "--micro_batch_size",
+        "3",
+        "--num_train_epochs",
+        "4.5",
+    )
     told = records(tmp_path / "run")
     assert [r["passes"] for r in told[:4]] == [3, 1, 4, 1] and sum(r["batch_size"] for r in told) == 104
     assert {r["passes"] for r in told} >= {1, 2, 3, 4}
@@ -612,8 +672,20 @@ def test_unsupervised_and_nonfinite_under_a_scaler():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_size_decided_is_size_run(tmp_path, workers):
     """R39. 2, 3, 5, 7 step by step, over an epoch's end. Mutation: a batch sampler read one step ahead."""
-    run(tmp_path / "run", "Tiny", "--batch_size", "2", "--schedule", f"{__file__}:primes", "--epoch_end", "wrap",
-        "--num_train_epochs", "3", "--dataloader_num_workers", str(workers))  # fmt: skip
+    run(
+        tmp_path / "run",
+        "Tiny",
+        "--batch_size",
+        "2",
+        "--schedule",
+        f"{__file__}:primes",
+        "--epoch_end",
+        "wrap",
+        "--num_train_epochs",
+        "3",
+        "--dataloader_num_workers",
+        str(workers),
+    )
     told = records(tmp_path / "run")
     sizes = [r["batch_size"] for r in told]
     assert len(told) == 17 and [r["target_batch_size"] for r in told] == ([2, 3, 5, 7] * 5)[:17]
@@ -630,8 +702,18 @@ def test_epochs_have_orders_of_their_own_with_workers(tmp_path):
     """
     orders, finals = [], []
     for workers in ("0", "2"):
-        _, weights = run(tmp_path / workers, "Tiny", "--batch_size", "5", "--schedule", "constant",
-                         "--num_train_epochs", "3", "--dataloader_num_workers", workers)  # fmt: skip
+        _, weights = run(
+            tmp_path / workers,
+            "Tiny",
+            "--batch_size",
+            "5",
+            "--schedule",
+            "constant",
+            "--num_train_epochs",
+            "3",
+            "--dataloader_num_workers",
+            workers,
+        )
         rows = [index for line in audits(tmp_path / workers)[0] for index in line["indices"]]
         epochs = [rows[at : at + N_ROWS] for at in range(0, len(rows), N_ROWS)]
         assert [sorted(epoch) for epoch in epochs] == [list(range(N_ROWS))] * 3
@@ -644,8 +726,18 @@ def test_epochs_have_orders_of_their_own_with_workers(tmp_path):
 @pytest.mark.parametrize("policy", ["keep", "drop", "wrap"])
 def test_dataset_smaller_than_a_step(tmp_path, policy, capsys):
     """R36, R37. Two rows, size 32: held at 2, said once, with updates. Mutation: `drop` ends with none."""
-    state, weights = run(tmp_path / "run", "Two", "--batch_size", "32", "--schedule", "constant",
-                         "--num_train_epochs", "3", "--epoch_end", policy)  # fmt: skip
+    state, weights = run(
+        tmp_path / "run",
+        "Two",
+        "--batch_size",
+        "32",
+        "--schedule",
+        "constant",
+        "--num_train_epochs",
+        "3",
+        "--epoch_end",
+        policy,
+    )
     assert [r["batch_size"] for r in records(tmp_path / "run")] == [2, 2, 2] and state.updates == 3
     assert capsys.readouterr().out.count("held at the dataset's 2 rows") == 1
     assert distance(weights.values(), naive_run(tmp_path / "run", make_rows(2)).values()) < 1e-12
@@ -670,16 +762,34 @@ def heeding(step, current_size, eval_loss):
 
 def test_evaluation_that_is_no_number_changes_no_size(tmp_path):
     """An invalid measurement is none. Mutation: NaN handed on: the schedule returns NaN, the run ends."""
-    state, _ = run(tmp_path / "run", "PoisonedEval", "--eval_every", "2 steps", "--batch_size", "4", "--schedule",
-                   f"{__file__}:heeding")  # fmt: skip
+    state, _ = run(
+        tmp_path / "run",
+        "PoisonedEval",
+        "--eval_every",
+        "2 steps",
+        "--batch_size",
+        "4",
+        "--schedule",
+        f"{__file__}:heeding",
+    )
     assert {r["target_batch_size"] for r in records(tmp_path / "run")} == {4} and state.updates == 6
     assert [r["eval_loss"] for r in records(tmp_path / "run", "eval")] == [None] * 3
 
 
 def test_growth_past_the_dataset(tmp_path):
     """R37. 4, 7, 10, ... over 23 rows: held there, once; every step of `drop` is whole."""
-    run(tmp_path / "run", "Tiny", "--batch_size", "4", "--schedule", f"{__file__}:growing", "--num_train_epochs", "9",
-        "--epoch_end", "drop")  # fmt: skip
+    run(
+        tmp_path / "run",
+        "Tiny",
+        "--batch_size",
+        "4",
+        "--schedule",
+        f"{__file__}:growing",
+        "--num_train_epochs",
+        "9",
+        "--epoch_end",
+        "drop",
+    )
     told = records(tmp_path / "run")
     assert told[-1]["batch_size"] == told[-1]["target_batch_size"] == N_ROWS
     assert all(r["batch_size"] == r["target_batch_size"] for r in told)
@@ -699,8 +809,20 @@ def test_rate_is_a_function_of_samples(tmp_path):
         "grow": ["4", "--schedule", "ramp(start=4, end=16, over=100)"],
         "flat": ["2", "--schedule", "constant"],
     }.items():
-        run(tmp_path / name, "Tiny", "--lr_scheduler_type", "cosine", "--num_train_epochs", "9", "--epoch_end", "wrap",
-            "--warmup_samples", "20", "--batch_size", *flags)  # fmt: skip
+        run(
+            tmp_path / name,
+            "Tiny",
+            "--lr_scheduler_type",
+            "cosine",
+            "--num_train_epochs",
+            "9",
+            "--epoch_end",
+            "wrap",
+            "--warmup_samples",
+            "20",
+            "--batch_size",
+            *flags,
+        )
         before = 0
         for record in records(tmp_path / name):
             warm = min(1.0, (before + record["batch_size"]) / 20)
@@ -716,8 +838,20 @@ def test_rate_by_steps_when_steps_are_the_budget(tmp_path):
     """R63. 10 steps of a dataset that would last longer: the curve ends with the steps. Mutation: samples
     only.
     """
-    run(tmp_path / "run", "Tiny", "--lr_scheduler_type", "linear", "--max_steps", "10", "--batch_size", "2",
-        "--schedule", "constant", "--num_train_epochs", "9")  # fmt: skip
+    run(
+        tmp_path / "run",
+        "Tiny",
+        "--lr_scheduler_type",
+        "linear",
+        "--max_steps",
+        "10",
+        "--batch_size",
+        "2",
+        "--schedule",
+        "constant",
+        "--num_train_epochs",
+        "9",
+    )
     rates = [r["learning_rate"] for r in records(tmp_path / "run")]
     assert rates == pytest.approx([0.1 * (1 - k / 10) for k in range(10)], rel=1e-12)
 
@@ -734,8 +868,18 @@ def test_evaluation_leaves_training_bit_identical(tmp_path):
     """
     finals = {}
     for name, every in {"never": "never", "often": "3 steps"}.items():
-        _, weights = run(tmp_path / name, "Dropout", "--batch_size", "4.5", "--schedule", "constant",
-                         "--num_train_epochs", "3", "--eval_every", every)  # fmt: skip
+        _, weights = run(
+            tmp_path / name,
+            "Dropout",
+            "--batch_size",
+            "4.5",
+            "--schedule",
+            "constant",
+            "--num_train_epochs",
+            "3",
+            "--eval_every",
+            every,
+        )
         told = [{k: v for k, v in r.items() if k != "seconds"} for r in records(tmp_path / name)]
         finals[name] = (weights, told, audits(tmp_path / name))
     assert len(records(tmp_path / "often", "eval")) >= 6

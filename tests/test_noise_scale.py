@@ -38,9 +38,25 @@ class Known(Task):
 
 
 RUN = [
-    "--task", f"{__file__}:Known", "--optim", "sgd", "--learning_rate", "0", "--report_to", "none", "--eval_every", "never",
-    "--log_every", "1000 steps", "--save_every", "never", "--track", "noise_scale", "grad_cosine", "grad_variance",
-]  # fmt: skip
+    "--task",
+    f"{__file__}:Known",
+    "--optim",
+    "sgd",
+    "--learning_rate",
+    "0",
+    "--report_to",
+    "none",
+    "--eval_every",
+    "never",
+    "--log_every",
+    "1000 steps",
+    "--save_every",
+    "never",
+    "--track",
+    "noise_scale",
+    "grad_cosine",
+    "grad_variance",
+]
 
 
 def run(folder: Path, *arguments: str) -> list[dict]:
@@ -57,8 +73,19 @@ def test_known_covariance(tmp_path, micro):
     off).
     """
     size = "4.5" if micro == "2" else "9.5"
-    told = run(tmp_path / "run", "--batch_size", size, "--schedule", "constant()", "--max_steps", "2000",
-               "--micro_batch_size", micro, "--noise_half_life", "1e9")  # fmt: skip
+    told = run(
+        tmp_path / "run",
+        "--batch_size",
+        size,
+        "--schedule",
+        "constant()",
+        "--max_steps",
+        "2000",
+        "--micro_batch_size",
+        micro,
+        "--noise_half_life",
+        "1e9",
+    )
     drawn = np.stack([row["x"] for row in Known().load(None).train])
     exact = drawn.var(axis=0).sum() / (drawn.mean(axis=0) ** 2).sum()
     assert exact == pytest.approx(TRUE, rel=0.03)
@@ -164,12 +191,36 @@ def test_memory_of_schedules_survives(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["noise_scale(interval=2)", "norm_test(interval=2)", "cosine_target(interval=2)",
-                                      "loss_plateau(patience=4)", "gradient_memory(quiet=2, wait=1)"])  # fmt: skip
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "noise_scale(interval=2)",
+        "norm_test(interval=2)",
+        "cosine_target(interval=2)",
+        "loss_plateau(patience=4)",
+        "gradient_memory(quiet=2, wait=1)",
+    ],
+)
 def test_a_real_run_of_each(tmp_path, schedule):
     """On the embedded task each changes the size within its bounds and records what it saw."""
-    arguments = ["--schedule", schedule, "--batch_size", "4", "--max_steps", "14", "--report_to", "none", "--sequence_length",
-                 "32", "--output_dir", str(tmp_path / "run"), "--eval_every", "never", "--save_every", "never"]  # fmt: skip
+    arguments = [
+        "--schedule",
+        schedule,
+        "--batch_size",
+        "4",
+        "--max_steps",
+        "14",
+        "--report_to",
+        "none",
+        "--sequence_length",
+        "32",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--eval_every",
+        "never",
+        "--save_every",
+        "never",
+    ]
     train.main(parse(arguments))
     sizes = [record["target_batch_size"] for record in records(tmp_path / "run")]
     assert len(set(sizes)) > 1 or schedule.startswith(("loss_plateau", "norm_test"))

@@ -110,9 +110,20 @@ def test_classification_from_files_with_names_of_ones_own(tmp_path, kind):
     path = tmp_path / f"rows.{kind}"
     getattr(dataset, f"to_{kind}")(str(path))
     told = run(
-        tmp_path / "run", "--task", "classification", "--model", str(tmp_path / "bert"), "--dataset", str(path),
-        "--text_column", "body", "--label_column", "kind", "--eval_share", "0.2",
-    )  # fmt: skip
+        tmp_path / "run",
+        "--task",
+        "classification",
+        "--model",
+        str(tmp_path / "bert"),
+        "--dataset",
+        str(path),
+        "--text_column",
+        "body",
+        "--label_column",
+        "kind",
+        "--eval_share",
+        "0.2",
+    )
     assert told[-1]["tokens"] == told[-1]["samples"]
     (evaluation,) = records(tmp_path / "run", "eval")
     assert 0 <= evaluation["eval_accuracy"] <= 1

@@ -73,13 +73,11 @@ class CausalLM(Task):
         logits = model(
             input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False
         ).logits
-        # (rows, length - 1, vocabulary) against (rows, length - 1); at least fp32, as transformers' own
-        # losses
-        logits = logits[:, :-1].to(torch.promote_types(logits.dtype, torch.float32))
-        losses = F.cross_entropy(
-            logits.transpose(1, 2), batch["labels"][:, 1:], ignore_index=-100, reduction="none"
-        )
-        return losses.sum(dim=1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as transformers' own losses
+        # The labels are shifted, not the logits, and both flattened: cross_entropy then copies nothing.
+        labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # (rows, length)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
+        return losses.view(labels.shape).sum(dim=1)
 
 
 def pack(dataset: Any, tokenizer: Any, length: int) -> Any:

@@ -27,8 +27,25 @@ from adaptive.tasks.causal_lm import CausalLM
 HERE = str(Path(__file__).resolve())
 WORDS, N_ROWS = 11, 29
 BLIND, BAD = 5, 6  # rows: nothing supervised; loss not a number
-QUIET = ["--task", f"{HERE}:Table", "--report_to", "none", "--lr_scaling", "none", "--lr_scheduler_type", "constant",
-         "--optim", "sgd", "--learning_rate", "0.1", "--eval_every", "never", "--audit", "--max_grad_norm", "0"]  # fmt: skip
+QUIET = [
+    "--task",
+    f"{HERE}:Table",
+    "--report_to",
+    "none",
+    "--lr_scaling",
+    "none",
+    "--lr_scheduler_type",
+    "constant",
+    "--optim",
+    "sgd",
+    "--learning_rate",
+    "0.1",
+    "--eval_every",
+    "never",
+    "--audit",
+    "--max_grad_norm",
+    "0",
+]
 # (rows of the step, micro-batch, mode); position j of a step belongs to rank j mod W
 STEPS = [
     ([0, 1], 64, "tokens"),  # R01: 3 tokens on rank 0, 13 on rank 1
@@ -135,8 +152,16 @@ def fails_at_length(step, current_size):
 
 
 def answers(step, value):
-    return {"nan": float("nan"), "inf": float("inf"), "zero": 0, "minus": -1, "text": "x", "none": None,
-            "list": [3], "yes": True}[value]  # fmt: skip
+    return {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "zero": 0,
+        "minus": -1,
+        "text": "x",
+        "none": None,
+        "list": [3],
+        "yes": True,
+    }[value]
 
 
 class Remembers:
@@ -156,9 +181,16 @@ class Remembers:
 
 
 FAULTY = {
-    "by_rank": f"{HERE}:by_rank", "elsewhere": f"{HERE}:fails_elsewhere", "long_memory": f"{HERE}:Remembers(length=9000)",
-    "fails": f"{HERE}:fails", "at_length": f"{HERE}:fails_at_length", "memory": f"{HERE}:Remembers()",
-} | {name: f"{HERE}:answers(value='{name}')" for name in ("nan", "inf", "zero", "minus", "text", "none", "list", "yes")}  # fmt: skip
+    "by_rank": f"{HERE}:by_rank",
+    "elsewhere": f"{HERE}:fails_elsewhere",
+    "long_memory": f"{HERE}:Remembers(length=9000)",
+    "fails": f"{HERE}:fails",
+    "at_length": f"{HERE}:fails_at_length",
+    "memory": f"{HERE}:Remembers()",
+} | {
+    name: f"{HERE}:answers(value='{name}')"
+    for name in ("nan", "inf", "zero", "minus", "text", "none", "list", "yes")
+}
 
 
 # Jobs: engine-level
@@ -241,11 +273,20 @@ def job_steps(out: Path) -> list[dict]:
         skipped = train.update(engine, measured, RATE)
         after, kept = whole(engine), held(engine)
         same = all(torch.equal(before[k], after[k]) for k in before) and all(map(torch.equal, memory, kept))
-        seen.append({
-            "loss": measured.loss, "grad_norm": measured.grad_norm, "items": measured.items, "skipped": skipped,
-            "checks": checks if hooked else None, "reductions": len(calls), "engine_steps": len(engine_steps),
-            "unchanged": same and len(memory) == len(kept), "n_held": len(kept), "weights": after,
-        })  # fmt: skip
+        seen.append(
+            {
+                "loss": measured.loss,
+                "grad_norm": measured.grad_norm,
+                "items": measured.items,
+                "skipped": skipped,
+                "checks": checks if hooked else None,
+                "reductions": len(calls),
+                "engine_steps": len(engine_steps),
+                "unchanged": same and len(memory) == len(kept),
+                "n_held": len(kept),
+                "weights": after,
+            }
+        )
     return seen
 
 
@@ -307,8 +348,23 @@ def job_schedules(out: Path) -> dict:
         GradientState._reset_state()
         started = time.monotonic()
         try:
-            train.main(parse([*QUIET, "--output_dir", str(out / name), "--schedule", text, "--batch_size", "3",
-                              "--max_steps", "4", "--save_every", "2 steps"]))  # fmt: skip
+            train.main(
+                parse(
+                    [
+                        *QUIET,
+                        "--output_dir",
+                        str(out / name),
+                        "--schedule",
+                        text,
+                        "--batch_size",
+                        "3",
+                        "--max_steps",
+                        "4",
+                        "--save_every",
+                        "2 steps",
+                    ]
+                )
+            )
             said[name] = {"ended": True}
         except (BadSetting, RuntimeError, TypeError) as error:
             said[name] = {"kind": type(error).__name__, "line": str(error)}
@@ -321,9 +377,26 @@ def job_runs(out: Path) -> None:
     for name, (size, schedule, micro) in RUNS.items():
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        train.main(parse([*QUIET, "--output_dir", str(out / name), "--schedule", schedule, "--batch_size", size,
-                          "--micro_batch_size", micro, "--num_train_epochs", "2", "--check_agreement",
-                          "--epoch_end", "wrap"]))  # fmt: skip
+        train.main(
+            parse(
+                [
+                    *QUIET,
+                    "--output_dir",
+                    str(out / name),
+                    "--schedule",
+                    schedule,
+                    "--batch_size",
+                    size,
+                    "--micro_batch_size",
+                    micro,
+                    "--num_train_epochs",
+                    "2",
+                    "--check_agreement",
+                    "--epoch_end",
+                    "wrap",
+                ]
+            )
+        )
 
 
 def cycle(step, current_size):

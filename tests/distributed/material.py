@@ -9,8 +9,21 @@ from adaptive.tasks import Loaded, build_model
 from adaptive.tasks.causal_lm import PRESETS, CausalLM
 
 ROWS = 367  # prime
-GPT2 = {"gpt2-tiny": {"model_type": "gpt2", "vocab_size": 259, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64,
-                      "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1}}  # fmt: skip
+GPT2 = {
+    "gpt2-tiny": {
+        "model_type": "gpt2",
+        "vocab_size": 259,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+}
 
 
 class Uneven(CausalLM):

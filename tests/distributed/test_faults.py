@@ -314,8 +314,21 @@ def test_faulty_schedule_ends_the_launch(tmp_path):
     its own traceback).
     """
     started = time.monotonic()
-    done = launch("cpu_ddp", 2, "train.py", *QUIET, "--schedule", f"{HERE}:fails", "--batch_size", "3", "--output_dir",
-                  tmp_path / "run", check=False, timeout=90, ADAPTIVE_TIMEOUT_MINUTES="0.5")  # fmt: skip
+    done = launch(
+        "cpu_ddp",
+        2,
+        "train.py",
+        *QUIET,
+        "--schedule",
+        f"{HERE}:fails",
+        "--batch_size",
+        "3",
+        "--output_dir",
+        tmp_path / "run",
+        check=False,
+        timeout=90,
+        ADAPTIVE_TIMEOUT_MINUTES="0.5",
+    )
     assert done.returncode != 0 and time.monotonic() - started < 60
     said = done.stdout + done.stderr
     line = "the schedule fails failed at step 3: KeyError: 'no such idea' (faults.py:"

@@ -13,10 +13,25 @@ from safetensors.torch import load_file
 HERE = Path(__file__).parent
 MATERIAL = HERE / "material.py"
 COMMON = [
-    "--task", f"{MATERIAL}:Uneven", "--batch_size", "2.3", "--schedule", f"{MATERIAL}:wild", "--num_train_epochs", "2",
-    "--lr_scheduler_type", "constant", "--report_to", "none", "--audit", "--check_agreement", "--eval_every", "40 steps",
-    "--weight_decay", "0.01",
-]  # fmt: skip
+    "--task",
+    f"{MATERIAL}:Uneven",
+    "--batch_size",
+    "2.3",
+    "--schedule",
+    f"{MATERIAL}:wild",
+    "--num_train_epochs",
+    "2",
+    "--lr_scheduler_type",
+    "constant",
+    "--report_to",
+    "none",
+    "--audit",
+    "--check_agreement",
+    "--eval_every",
+    "40 steps",
+    "--weight_decay",
+    "0.01",
+]
 SGD = ["--optim", "sgd", "--learning_rate", "0.1"]
 ADAMW64 = ["--optim", "adamw_torch", "--learning_rate", "1e-3", "--dtype", "float64"]
 ADAMW = ["--optim", "adamw_torch", "--learning_rate", "1e-3", "--max_steps", "20"]
@@ -38,10 +53,18 @@ pytestmark = pytest.mark.slow
 
 def run_all(folder: Path, layout: str, processes: int, cases: dict) -> None:
     runs = [
-        [*COMMON, *optimizer, "--micro_batch_size", str(micro), "--dataloader_num_workers", str(workers),
-         "--output_dir", str(folder / name)]
+        [
+            *COMMON,
+            *optimizer,
+            "--micro_batch_size",
+            str(micro),
+            "--dataloader_num_workers",
+            str(workers),
+            "--output_dir",
+            str(folder / name),
+        ]
         for name, (optimizer, micro, workers) in cases.items()
-    ]  # fmt: skip
+    ]
     launch(layout, processes, HERE / "several_runs.py", json.dumps(runs), ADAPTIVE_TIMEOUT_MINUTES="1")
 
 
