@@ -74,7 +74,7 @@ def show(template: list, plain: list) -> None:
     tokens = ROWS * TOKENS * interleave.WORLD_SIZE
     print(
         f"W = {interleave.WORLD_SIZE}, {ROWS} samples of {TOKENS} tokens and {torch.get_num_threads()} thread"
-        f"per process, {N_BLOCKS} pairs of {BLOCK_STEPS} steps: median [quartiles]"
+        f" per process, {N_BLOCKS} pairs of {BLOCK_STEPS} steps: median [quartiles]"
     )
     for name, blocks in (("template, tokens/s", template), ("plain loop, tokens/s", plain)):
         row(name, [tokens / statistics.fmean(block) for block in blocks], ",.0f")
