@@ -158,8 +158,9 @@ def gradient(
                 losses = losses / count.clamp(min=1).to(losses.device)
             loss = losses.sum()
             engine.backward(loss * (scale if at < len(rows) else 0.0))
-        own = int(count.sum()) if by_tokens else int((count > 0).sum())
-        engine.norms.close_pass(int((count > 0).sum()), scale * own * engine.loss_scale)
+        supervised = int((count > 0).sum())
+        part = scale * (int(count.sum()) if by_tokens else supervised) / engine.world_size
+        engine.norms.close_pass(supervised, part, engine.world_size * engine.loss_scale)
         total = total + loss.detach().double() * (at < len(rows))
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]

@@ -35,7 +35,7 @@ class PassNorms:
     def __init__(self, model: torch.nn.Module, wanted: bool):
         """Hooks are set only where a signal is `wanted`."""
         self.wanted, self.on = wanted, False
-        self.squares, self.inverse_sizes, self.passes, self._square = [], 0.0, 0, None
+        self._clear()
         for parameter in model.parameters() if wanted else ():
             if parameter.requires_grad:
                 parameter.register_hook(self._add)
@@ -45,11 +45,16 @@ class PassNorms:
 
         Two passes are needed over all processes; how many there are does not change the gradient.
         """
-        self.squares, self.inverse_sizes, self.passes, self._square = [], 0.0, 0, None
+        self._clear()
         self.on = self.wanted and step % batch.noise_every == 0
         if not self.on or world_size > 1 or size < 2:
             return batch
         return replace(batch, micro_batch_size=min(batch.micro_batch_size, -(-size // 2)))
+
+    def _clear(self) -> None:
+        self.squares: list[torch.Tensor] = []
+        self._square: torch.Tensor | None = None
+        self.sums = [0.0, 0, 0, 0.0]  # of 1/b_k, passes, samples, weight; this process's
 
     def _add(self, gradient: torch.Tensor) -> None:
         if not self.on:
@@ -58,15 +63,16 @@ class PassNorms:
         square = torch.linalg.vector_norm(gradient.detach(), dtype=kind).double().square()
         self._square = square if self._square is None else self._square + square
 
-    def close_pass(self, samples: int, scale: float) -> None:
-        """After a backward; `scale`: what the mean gradient of its `samples` was multiplied by, 0 for an idle
-        pass.
+    def close_pass(self, samples: int, weight: float, factor: float) -> None:
+        """After a backward over supervised `samples` with the total `weight`, both 0 where there was nothing.
+
+        factor: what the loss was multiplied by beside (W, and the loss scale of fp16).
         """
         square, self._square = self._square, None
-        if square is not None and scale:
-            self.squares.append(square / scale**2)
-            self.inverse_sizes += 1 / samples
-            self.passes += 1
+        if square is not None and weight:
+            self.squares.append(square / (weight * factor) ** 2)
+            passed = (1 / samples, 1, samples, weight)
+            self.sums = [a + b for a, b in zip(self.sums, passed, strict=True)]
 
     def total(self, device: torch.device) -> torch.Tensor:
         """Sum of |g_k|^2 over this process's passes, an fp64 scalar on the device."""

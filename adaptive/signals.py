@@ -64,7 +64,7 @@ class Measured:
     finite: bool
     seconds: float  # rank 0's clock
     stop: bool  # a signal asked some process to stop
-    passes: tuple[float, float] | None  # means over passes of |g_k|^2 and 1/b_k (noise_scale.py)
+    passes: tuple[float, ...] | None  # means of |g_k|^2 and 1/b_k, samples, their weight (noise_scale.py)
     memory_usage: float | None
 
     @classmethod
@@ -92,10 +92,9 @@ class Measured:
         if slots:
             slots[engine.rank] = engine.memory_usage()
         own = [own_loss, weighing, own_square, items, inputs, padding, clock, engine.stop_asked]
-        own += [own_passes, norms.inverse_sizes, norms.passes, *slots]
-        loss, weight, square, items, inputs, padding, seconds, stops, pass_square, inverse, n, *memory = (
-            engine.sum(own)
-        )
+        own += [own_passes, *norms.sums, *slots]
+        loss, weight, square, items, inputs, padding, seconds, stops, *rest = engine.sum(own)
+        pass_square, inverse, n, samples, total, *memory = rest
         finite = math.isfinite(loss) and math.isfinite(square)  # one rank's NaN or inf is in the sum of all
         return cls(
             loss=loss / weight if math.isfinite(loss) and weight else None,
@@ -106,7 +105,7 @@ class Measured:
             finite=finite,
             seconds=seconds,
             stop=stops > 0,
-            passes=(pass_square / n, inverse / n) if n else None,
+            passes=(pass_square / n, inverse / n, samples, total) if n else None,
             memory_usage=max(memory, default=None),
         )
 
@@ -156,10 +155,9 @@ def after_step(
 
 
 def _learn_noise(state: Any, record: dict[str, Any], measured: Measured, half_life: float) -> None:
-    n = record["batch_size"]
-    # Of the mean gradient: the step's weights sum to n w.
-    square = (measured.grad_norm / (n * record["weight"])) ** 2
-    parts = noise_scale.estimate(square, *measured.passes, n)
+    pass_square, inverse_size, n, weight = measured.passes
+    square = (measured.grad_norm / weight) ** 2  # of the mean gradient
+    parts = noise_scale.estimate(square, pass_square, inverse_size, n)
     if parts is None:
         state.invalid += 1
         return

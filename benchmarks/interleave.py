@@ -1,4 +1,4 @@
-"""Template and a plain loop in one process, in turns: train.main(config) -> seconds of each step of both.
+"""Template and a plain loop in one process, in turns: train.main(config) -> seconds of both.
 
 The real `train.main` runs from start to end. After every block of its steps, where it has just told about a
 step, the plain loop runs a block of its own; both thus see the same machine, whatever else runs on it.
@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs from a checkout, uninstalled
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import train  # noqa: E402
@@ -28,22 +29,23 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 
 
 def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int) -> tuple[list, list]:
-    """(template, plain), each n_blocks lists of seconds per step, without a first pair and the first steps.
+    """(template, plain), n_blocks arrays (steps, 2) each: wall-clock and CPU seconds of this process.
 
-    `flags` of train.py; `plain_step()` is called for one step of the other loop. Collective.
+    A first pair of blocks and each block's first step are left out. `flags` of train.py; `plain_step()` is one
+    step of the other loop. Collective.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as accelerate_configs/cpu*.yaml do
-    template, plain, block, clock = [], [], [], time.perf_counter
-    told, since = train.Report.train, [clock()]
+    template, plain, block = [], [], []
+    told, since = train.Report.train, [clocks()]
 
     def tell(report, record):
         told(report, record)
-        block.append(clock() - since[0])
+        block.append(clocks() - since[0])
         if len(block) == block_steps:
-            template.append(block[1:])
+            template.append(np.array(block[1:]))
             block.clear()
-            plain.append(_timed(plain_step, block_steps)[1:])
-        since[0] = clock()
+            plain.append(np.array([timed(plain_step) for _ in range(block_steps)][1:]))
+        since[0] = clocks()
 
     folder = tempfile.mkdtemp()
     settings = [
@@ -61,10 +63,12 @@ def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int)
     return template[1:], plain[1:]
 
 
-def _timed(step: Callable, n: int) -> list[float]:
-    seconds = []
-    for _ in range(n):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+def clocks() -> np.ndarray:
+    """Now, by the wall clock and by this process's CPU time; (2,) seconds."""
+    return np.array([time.perf_counter(), time.process_time()])
+
+
+def timed(step: Callable) -> np.ndarray:
+    start = clocks()
+    step()
+    return clocks() - start

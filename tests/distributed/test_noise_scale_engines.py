@@ -1,0 +1,34 @@
+"""The noise scale is the same number under every engine, for the same passes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from launching import audits, launch, records
+from test_same_answer import COMMON, HERE, SGD
+
+pytestmark = pytest.mark.slow
+
+
+def test_same_noise_scale_on_ddp_and_zero(tmp_path):
+    """2 processes, passes of at most 3 samples, 25 steps: to 1e-5 on DDP and ZeRO 1, 2, 3.
+
+    Mutations: the factor W left out of close_pass's scale (4 times too large); norms of reduced gradients.
+    """
+    measured = {}
+    for layout in ("cpu_ddp", "cpu_zero1", "cpu_zero2", "cpu_zero3"):
+        folder = tmp_path / layout
+        arguments = [*COMMON, *SGD, "--micro_batch_size", "3", "--max_steps", "25"]
+        arguments += ["--output_dir", str(folder)]
+        arguments += ["--track", "noise_scale", "grad_variance", "memory_usage", "--eval_every", "never"]
+        script = HERE / "several_runs.py"
+        launch(layout, 2, script, json.dumps([arguments]), ADAPTIVE_TIMEOUT_MINUTES="1")
+        assert list(audits(folder)) == [0, 1]
+        measured[layout] = records(folder)
+        assert all(0 < r["memory_usage"] < 1 for r in measured[layout])
+    reference = measured.pop("cpu_ddp")
+    assert reference[-1]["grad_variance"] > 0
+    for told in measured.values():
+        for name in ("grad_variance", "noise_scale"):
+            assert [r[name] for r in told] == pytest.approx([r[name] for r in reference], rel=1e-5)
