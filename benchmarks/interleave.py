@@ -31,8 +31,8 @@ IS_MAIN = os.environ.get("RANK", "0") == "0"
 def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int) -> tuple[list, list]:
     """(template, plain), n_blocks arrays (steps, 2) each: wall-clock and CPU seconds of this process.
 
-    A first pair of blocks and each block's first step are left out. `flags` of train.py; `plain_step()` is one
-    step of the other loop. Collective.
+    A first pair of blocks and each block's first step are left out. `flags` of train.py; `plain_step()` is
+    one step of the other loop. Collective.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # as accelerate_configs/cpu*.yaml do
     template, plain, block = [], [], []

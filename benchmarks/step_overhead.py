@@ -8,7 +8,8 @@ token id; what it costs all the same (its forward, the backward with DDP's own a
 step) is timed where it happens and subtracted. What stays is the template's: decide, agree, plan, fetch,
 collate, scale, the gradient's norm, the fused reduction, the record in metrics.jsonl. Trackers are off.
 Times are rank 0's. Each part is the time inside functions of that name without the parts inside them;
-waiting for the other process counts where it happens.
+waiting for the other process counts where it happens. With --cpu all times are CPU time of the main thread,
+without any waiting: for machines whose cores other programs share.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ROWS, TOKENS = 64, 128  # per process and step
 STEPS, LEFT_OUT = 600, 50  # the first ones warm up
 GOAL_MS = {1: 1.5, 2: 4.0}  # median, by processes
 MODEL = ("forward", "backward", "optimizer")
+CLOCK = time.thread_time if "--cpu" in sys.argv else time.perf_counter
 
 
 class NoModel(CausalLM):
@@ -61,7 +63,7 @@ class Parts:
     def __init__(self):
         self.now: dict[str, float] = {}
         self.steps: list[dict[str, float]] = []
-        self.inner, self.since = [0.0], time.perf_counter()
+        self.inner, self.since = [0.0], CLOCK()
 
     def watch(self, owner, name: str, part: str) -> None:
         """Replace owner.name by a function that counts its seconds as `part`."""
@@ -70,11 +72,11 @@ class Parts:
         @functools.wraps(function)
         def timed(*arguments, **settings):
             self.inner.append(0.0)
-            start = time.perf_counter()
+            start = CLOCK()
             try:
                 return function(*arguments, **settings)
             finally:
-                spent = time.perf_counter() - start
+                spent = CLOCK() - start
                 self.now[part] = self.now.get(part, 0.0) + spent - self.inner.pop()
                 self.inner[-1] += spent
 
@@ -100,7 +102,7 @@ class Parts:
 
         def tell(report, record):
             told(report, record)
-            now = time.perf_counter()
+            now = CLOCK()
             self.steps.append(self.now | {"whole step": now - self.since})
             self.now, self.since = {}, now
 
@@ -135,7 +137,8 @@ def show(steps: list[dict[str, float]], world_size: int) -> None:
         named = sum(v for part, v in step.items() if part not in ("whole step", "the model's own", "ADDED"))
         step["everything else"] = step["whole step"] - named
     table = {part: sorted(1e3 * step.get(part, 0.0) for step in steps) for part in steps[-1]}
-    print(f"W = {world_size}, {ROWS} rows of {TOKENS} tokens per process, {len(steps)} steps: milliseconds")
+    unit = "milliseconds" if CLOCK is time.perf_counter else "milliseconds of CPU time"
+    print(f"W = {world_size}, {ROWS} rows of {TOKENS} tokens per process, {len(steps)} steps: {unit}")
     print(f"{'':18} {'median':>8} {'p10':>8} {'p90':>8} {'mean':>8}")
     for part, values in sorted(table.items(), key=lambda item: -statistics.median(item[1])):
         tenth = len(values) // 10

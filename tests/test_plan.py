@@ -6,7 +6,7 @@ from fractions import Fraction
 from itertools import cycle, islice, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from adaptive.plan import CARRY_DENOMINATOR, Lengths, exact, passes, plan_step, share
@@ -341,6 +341,8 @@ def test_several_sources_keep_their_sizes_and_are_balanced_over_their_sum(parts,
     three.
 
     Mutation: one carry for the sum: a source drifts from its own size by more than one.
+
+    Mutation: at the run's end all for the first source, where `_shrink` divides in proportion.
     """
     lengths = Lengths({source: rows for source, (rows, _) in parts.items()}, exact(epochs))
     plans = run(lengths, [{source: size for source, (_, size) in parts.items()}])
@@ -356,6 +358,11 @@ def test_several_sources_keep_their_sizes_and_are_balanced_over_their_sum(parts,
         for interval in plan.intervals:
             assert interval.start == cursor[interval.source], "each source goes on where it was"
             cursor[interval.source] = interval.stop
+        if plan.cut:  # the run's end: what is left, in proportion to what each source would have taken
+            taken = {source: plan.cursor[source] - done[source] for source in parts}
+            wanted = {s: (asked[s] - done[s] + plan.target[s]) // 1 for s in parts}
+            for source, n in taken.items():
+                assert abs(n - Fraction(wanted[source] * plan.size, sum(wanted.values()))) < 1
         consumed += plan.size
         for source in parts:
             asked[source] += plan.target[source]
@@ -371,9 +378,10 @@ def test_several_sources_keep_their_sizes_and_are_balanced_over_their_sum(parts,
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(real_sizes, min_size=1, max_size=6), st.integers(0, 30), st.sampled_from(POLICIES))
+@example([Fraction(10, 3)], 2, "wrap")
 def test_a_run_goes_on_from_its_json_as_if_it_had_not_stopped(sizes, stop, policy):
-    """Mutation: `float(carry)` in `to_json`: with 0.3 the carry 9/10 comes back as the binary fraction below
-    it.
+    """Mutation: `float(carry)` in `to_json`: after two steps of 10/3 (accumulate 0.3) the carry 2/3
+    comes back as a decimal number.
     """
     lengths = one(50, 2)
     plans = run(lengths, sizes, policy)

@@ -102,9 +102,9 @@ def test_steps_follow_the_reference(ran, name):
     Every rank has the reference's loss, norm, items and decision; after every step the weights to 1e-6; a
     skipped step changes no bit of weights, masters and momentum. One reduction a step on DDP, one engine step
     on ZeRO, `no_sync` never entered there. Mutations: tokens summed on this rank only (R01, 1e-1);
-    `_boundary(True)` always (ZeRO-1, 2 keep the last pass, 1e-1); pass_ without no_sync (4 reductions);
-    discard without clearing averaged_gradients (the NaN stays in the engine); fewer passes on the rank with
-    the smaller share (hang, 30 s).
+    `_boundary(True)` always (ZeRO-1, 2 keep the last pass, 1e-1); pass_ without no_sync (3 reductions);
+    DeepSpeedEngine.discard that returns at once (ZeRO-0 keeps the NaN, ZeRO-3 stops; the boundary of this
+    DeepSpeed's stages 1 and 2 overwrites what was left); fewer passes on the rank with the smaller share.
     """
     _, ranks = ran(name)
     rows, model = make_rows(), Net().double()
@@ -170,7 +170,7 @@ def test_one_clip_setting_reaches_every_engine(ran, name):
 def test_bf16_takes_all_passes(ran, name):
     """R19. The update of 1, 4 and 8 passes against the fp32 gradient: bf16's rounding apart, the same.
 
-    Mutation: `_boundary(True)` always (0.5 and more on ZeRO-1, 2).
+    Mutation: `_boundary(True)` always (ZeRO-1, 2 keep the last pass).
     """
     _, ranks = ran(name)
     model, rows = Net().double(), make_rows()
