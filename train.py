@@ -45,16 +45,16 @@ from adaptive.tasks import Task, load_task  # noqa: E402
 def main(config: Config) -> RunState:
     """Run what `config` asks for; returns the final state, the same on every process."""
     run, optim = config.run, config.optim
-    schedule = load_schedule(config, set(signals.KNOWN))
     decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling)
     task = load_task(config.data.task)
+    schedule = load_schedule(config, {*signals.KNOWN, *task.signals()})
     eval_every = Every.parse(config.eval.eval_every, "eval_every")
     save_every = Every.parse(config.output.save_every, "save_every")
 
     engine = Engine.start(config)
-    folder = Path(engine.from_rank0(lambda: open_folder(config)))
     with engine.main_first():
         rows = task.load(config)
+    folder = Path(engine.from_rank0(lambda: open_folder(config)))
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
     wanted = signals.wanted(schedule.signals, config.output.track)
@@ -76,7 +76,7 @@ def main(config: Config) -> RunState:
         engine.listen()
         engine.from_rank0(lambda: save(config, folder / "config.yaml"))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
-        while state.step != run.max_steps and not stop:
+        while not (0 < run.max_steps <= state.step or stop):
             # Decide: rank 0 calls the schedule, every process gets the same exact number.
             before = state.counters()
             factor = decay(lengths.progress(state.cursor, state.samples, state.step))

@@ -289,7 +289,6 @@ def test_a_bad_flag_is_one_line_and_status_2(tmp_path):
     assert_one_line(program(tmp_path, "--batchsize", "4"), "did you mean --batch_size?")
 
 
-@pytest.mark.xfail(strict=True, reason="main makes --output_dir before the task loads its rows")
 def test_a_missing_dataset_is_one_line_and_leaves_nothing(tmp_path):
     """Mutation: `open_folder` before the task has loaded its rows: an empty folder is left behind."""
     done = program(tmp_path, "--dataset_name", str(tmp_path / "rows.csv"))

@@ -71,8 +71,8 @@ class Task:
         inputs = int(batch["attention_mask"].sum()) if "attention_mask" in batch else positions
         return inputs, positions - inputs
 
-    def signals(self) -> dict[str, float]:
-        """Numbers of the task's own that a schedule may name; equal on all processes."""
+    def signals(self) -> dict[str, float | None]:
+        """Numbers of the task's own that a schedule may name; equal on all processes, None before `load`."""
         return {}
 
 
