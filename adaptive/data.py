@@ -169,8 +169,8 @@ class _Column:
         places = zip(chunks.tolist(), (indices - self.starts[chunks]).tolist(), strict=True)
         if not self.is_list:
             return [np.int64(self.values[chunk][row]) for chunk, row in places]
-        spans = ((self.values[chunk], self.bounds[chunk][row : row + 2]) for chunk, row in places)
-        return [values[start:stop].astype(np.int64) for values, (start, stop) in spans]
+        values, bounds = self.values, self.bounds
+        return [values[k][bounds[k][row] : bounds[k][row + 1]].astype(np.int64) for k, row in places]
 
 
 @functools.lru_cache(maxsize=8)  # the training and validation data of a few sources
