@@ -158,9 +158,7 @@ def gradient(
                 losses = losses / count.clamp(min=1).to(losses.device)
             loss = losses.sum()
             engine.backward(loss * (scale if at < len(rows) else 0.0))
-        supervised = int((count > 0).sum())
-        part = scale * (int(count.sum()) if by_tokens else supervised) / engine.world_size
-        engine.norms.close_pass(supervised, part, engine.world_size * engine.loss_scale)
+        engine.norms.close_pass(count, scale, by_tokens, engine)
         total = total + loss.detach().double() * (at < len(rows))
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]

@@ -2,8 +2,8 @@
 
 One dataclass per group of `--help`; a field's docstring is its help text and ends with its unit. A recipe is
 a YAML file whose keys are the flag names; flags after it win. Knows no hardware and imports no torch, so that
-a bad setting is answered before any process group or model exists. To add one: a field with a docstring; if
-it has limits, a line in `check`.
+a bad setting is answered before any process group or model exists.
+To add one: a field with a docstring; if it has limits, a line in `check`.
 """
 
 from __future__ import annotations
@@ -264,8 +264,7 @@ ABOVE_ZERO = {
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
-    "warmup_samples",
-    "warmup_ratio", "seed",
+    "warmup_samples", "warmup_ratio", "seed",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
 UNITS = {"step": 1, "sample": 1, "minute": 60}
@@ -280,7 +279,7 @@ class Every:
 
     @classmethod
     def parse(cls, text: str, flag: str) -> Every:
-        """ "50 steps" -> Every(50, "step"); a bare number means steps, "never" nothing at all."""
+        """Text such as "50 steps" -> Every(50, "step"); a bare number means steps, "never" nothing."""
         if text.strip() in ("never", "0", "none"):
             return cls(0, "step")
         found = re.fullmatch(r"\s*([0-9.]+)\s*(steps?|samples?|minutes?)?\s*", text)
@@ -442,6 +441,12 @@ def _one_line(box: str) -> str:
             break
         message.append(line)
     return " ".join(message) + "; see --help"
+
+
+def warn(line: str) -> None:
+    """A line on stderr, once for all processes of a launch."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)
 
 
 def exit_with(error: BadSetting) -> None:

@@ -1,7 +1,8 @@
 """dataset name -> raw training and validation rows: columns "text" and, where there are classes, "label".
 
 A name is stdlib, a local folder or file, or a hub name: `_splits` finds out which, the rest is the same for
-all. To add a file type: an entry in BUILDERS. To add a built-in dataset: a case in `_splits`.
+all.
+To add a file type: an entry in BUILDERS. To add a built-in dataset: a case in `_splits`.
 """
 
 import contextlib

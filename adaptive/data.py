@@ -2,8 +2,8 @@
 
 A rank's next positions are known before the size of the step is (position p is rank p mod W's), so workers
 fetch samples, not batches: whatever size the schedule decides, the rows are the right ones and nothing read
-ahead is late or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch. To add a
-dataset: --dataset_name with a name, a folder or a file (corpus.py).
+ahead is late or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch.
+To add a dataset: --dataset_name with a name, a folder or a file (corpus.py).
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ class Source:
             num_workers=self.workers,
             collate_fn=_as_is,
             worker_init_fn=_alone,
-            generator=torch.Generator().manual_seed(
-                0
-            ),  # its seed for the workers must not come from the global one
+            # The workers' seed must not come from the global generator.
+            generator=torch.Generator().manual_seed(0),
         )
         self._buffer.clear()
         self._stream, self._next = iter(loader), position

@@ -56,9 +56,8 @@ class Engine:
         """The engine that `accelerate launch` asked for."""
         check_device_masks(os.environ)
         if not gpu():
-            os.environ.setdefault(
-                "DS_ACCELERATOR", "cpu"
-            )  # else whatever imports DeepSpeed warns that it is so
+            # Else whatever imports DeepSpeed warns that it is so.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
         return (DeepSpeedEngine if deepspeed else cls)(config)
 
@@ -98,8 +97,7 @@ class Engine:
         self.stop_asked = False  # by a signal, on this process
         self._started = time.monotonic()
 
-    # --- agreement
-    # ----------------------------------------------------------------------------------------------
+    # Agreement
 
     def from_rank0(self, decide: Callable[[], Any]) -> Any:
         """What `decide()` returns on rank 0 (JSON), on every rank; an exception there is raised
@@ -112,10 +110,8 @@ class Engine:
             try:
                 text = json.dumps({"answer": decide()}).encode()
             except Exception as failure:  # whatever it is, the other ranks wait for word
-                error, kind = (
-                    failure,
-                    "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__,
-                )
+                error = failure
+                kind = "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__
                 text = json.dumps({"error": str(failure), "kind": kind}).encode()
         text = self._broadcast(text)
         if error:
@@ -123,11 +119,9 @@ class Engine:
         message = json.loads(text)
         if "error" in message:
             kind, said = message["kind"], message["error"]
-            raise (
-                BadSetting(said)
-                if kind == "BadSetting"
-                else RuntimeError(f"rank 0 failed with {kind}: {said}")
-            )
+            if kind == "BadSetting":
+                raise BadSetting(said)
+            raise RuntimeError(f"rank 0 failed with {kind}: {said}")
         return message["answer"]
 
     def _broadcast(self, text: bytes) -> bytes:
@@ -177,8 +171,7 @@ class Engine:
         if self.world_size > 1:
             dist.barrier(group=self.group)
 
-    # --- model
-    # --------------------------------------------------------------------------------------------------
+    # The model
 
     def prepare(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, wanted: Set[str] = frozenset()
@@ -249,10 +242,8 @@ class Engine:
 
     def discard(self, overflow: bool = False) -> None:
         """Forget the step's gradient, as if it had not been; an `overflow` lowers the loss scale."""
-        if (
-            self.accelerator.scaler is not None
-        ):  # squared_norm told it of an overflow: it lowers the scale, no step
-            self.accelerator.scaler.update()
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.update()  # squared_norm told it of an overflow: it lowers the scale
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
@@ -266,8 +257,9 @@ class Engine:
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
 
     def memory_usage(self) -> float:
-        """Share of this process's device memory that is taken, in [0, 1]; of the machine's memory on a
-        CPU.
+        """Share of the device's memory that is taken, in [0, 1]; of the machine's memory on a CPU.
+
+        What the allocator has reserved counts as taken: a step that needed it once will need it again.
         """
         if self.device.type != "cuda":
             import psutil
@@ -275,12 +267,10 @@ class Engine:
             return psutil.virtual_memory().percent / 100
         try:
             free, total = torch.cuda.mem_get_info(self.device)
-        except RuntimeError:  # seen on ROCm: what the allocator holds, over what the device has
+        except RuntimeError:  # as on some ROCm versions: what we reserved, over what the device has
             total = torch.cuda.get_device_properties(self.device).total_memory
             free = total - torch.cuda.memory_reserved(self.device)
-        # What the allocator keeps for later is free to us.
-        unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return 1 - (free + unused) / total
+        return 1 - free / total
 
     def set_learning_rate(self, rate: float) -> None:
         """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies it."""
@@ -378,9 +368,8 @@ class DeepSpeedEngine(Engine):
         if not torch.cuda.is_available():
             # Its shared-memory collectives take two minutes to compile and gain nothing on a small CPU run.
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            torch.set_num_threads(
-                int(os.environ.get("OMP_NUM_THREADS", "1"))
-            )  # its launcher leaves this open
+            # Its launcher leaves the number of threads open.
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         super().__init__(config)
         self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
 
@@ -468,9 +457,8 @@ class DeepSpeedEngine(Engine):
         for group, own in zip(self.optimizer.param_groups, settings, strict=True):
             group.update(own)  # stage 3 copies the first group's weight decay into all
         for state in self.model.optimizer.optimizer.state.values():
-            if torch.is_tensor(
-                state.get("step")
-            ):  # stage 3 hands all groups one tensor, which each would count up
+            # Stage 3 hands all groups one tensor, which each of them would count up.
+            if torch.is_tensor(state.get("step")):
                 state["step"] = state["step"].clone()
         self.wait()
         if self.is_main:

@@ -14,9 +14,8 @@ from fractions import Fraction
 
 import numpy as np
 
-CARRY_DENOMINATOR = (
-    10**40
-)  # above this a carry is rounded: sizes that change for ever would grow it without bound
+# Above this denominator a carry is rounded: sizes that change for ever would grow it without bound.
+CARRY_DENOMINATOR = 10**40
 
 
 @dataclass(frozen=True)

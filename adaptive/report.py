@@ -27,9 +27,8 @@ from adaptive.trackers import COUNTERS, TRACKERS
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN and no infinity: null instead; numbers of any library become Python's own."""
-    if (
-        value is None or isinstance(value, (str, bool)) or type(value) is int
-    ):  # by type: asking an ABC takes longer
+    # By type where possible: asking an ABC takes longer.
+    if value is None or isinstance(value, (str, bool)) or type(value) is int:
         return value
     if type(value) is float:
         return value if math.isfinite(value) else None

@@ -27,7 +27,8 @@ nothing else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the
 **Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, p the share of the run before the
 step. Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
 
-Pure Python, no torch. To add one: a decay or a rule is a line in the dictionaries at the foot.
+Pure Python, no torch.
+To add one: a decay or a rule is a line in the dictionaries at the foot.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A schedule names the signals it wants as parameters; a signal without a value yet is None. Everything a step
 measures travels in one fused fp64 all-reduce (`Measured`), after the last backward and with one host read of
-the device. To add one: a line in KNOWN and a line in `after_step`; a task adds its own through `signals()`.
+the device.
+To add one: a line in KNOWN and a line in `after_step`; a task adds its own through `signals()`.
 """
 
 from __future__ import annotations
@@ -37,18 +38,14 @@ KNOWN = {
     "samples_per_second": "of the last step",
     "world_size": "data-parallel processes",
 }
-MEASURED = frozenset(
-    (
-        "loss_ema",
-        "eval_loss",
-        "noise_scale",
-        "grad_variance",
-        "grad_cosine",
-        "memory_usage",
-        "step_seconds",
-        "samples_per_second",
-    )
-)  # fmt: skip  (recorded by name when in use; the others are in every record)
+# Recorded by name when in use; the others are in every record.
+MEASURED = noise_scale.SIGNALS | {
+    "loss_ema",
+    "eval_loss",
+    "memory_usage",
+    "step_seconds",
+    "samples_per_second",
+}
 LOSS_EMA_KEEP = 0.5 ** (1 / 10)
 
 
@@ -86,10 +83,9 @@ class Measured:
             (sum(counts) for counts in zip(*token_counts, strict=True)) if token_counts else (0, 0)
         )
         clock = engine.seconds() if engine.rank == 0 else 0.0
-        slots = [0.0] * (
-            engine.world_size if "memory_usage" in engine.wanted else 0
-        )  # a maximum, through a sum
-        if slots:
+        slots: list[float] = []
+        if "memory_usage" in engine.wanted:  # a maximum, through a sum: one place for each rank
+            slots = [0.0] * engine.world_size
             slots[engine.rank] = engine.memory_usage()
         own = [own_loss, weighing, own_square, items, inputs, padding, clock, engine.stop_asked]
         own += [own_passes, *norms.sums, *slots]

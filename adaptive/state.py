@@ -2,7 +2,8 @@
 
 A few integers, exact fractions and plain numbers; equal on every process; one small JSON file in a
 checkpoint. Where the next sample comes from, what the schedule saw and how far the learning rate has come
-follow from it. To add one: a field with a default; it is then saved, restored and compared like the others.
+follow from it.
+To add one: a field with a default; it is then saved, restored and compared like the others.
 """
 
 from __future__ import annotations

@@ -52,15 +52,7 @@ def launch(
         str(script),
         *map(str, arguments),
     ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+    done = _run(command, timeout, env)
     if check:
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done
@@ -68,7 +60,10 @@ def launch(
 
 def run_python(*arguments: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
     """`python arguments` in the repository root."""
-    command = [sys.executable, *map(str, arguments)]
+    return _run([sys.executable, *map(str, arguments)], timeout, env)
+
+
+def _run(command: list[str], timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess:
     return subprocess.run(
         command,
         cwd=ROOT,

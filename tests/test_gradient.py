@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
+from by_hand import losses_of, n_supervised
 from launching import audits, records
 
 import train
@@ -219,29 +219,6 @@ def as_rank(engine: Engine, rank: int, world_size: int, all_tokens: int) -> Engi
     return one
 
 
-def n_supervised(row: dict) -> int:
-    return int((row["labels"][1:] != -100).sum())
-
-
-def losses_of(model, rows: list[dict]) -> list[torch.Tensor]:
-    """The loss summed over each row's supervised tokens, row by row, without padding or masks."""
-    losses = []
-    for row in rows:
-        tokens, labels = torch.tensor(row["input_ids"])[None], torch.tensor(row["labels"])
-        logits = model(tokens).logits[0]
-        losses.append(
-            sum(
-                (
-                    F.cross_entropy(logits[at - 1], labels[at])
-                    for at in range(1, len(labels))
-                    if labels[at] != -100
-                ),
-                logits.sum() * 0,
-            )
-        )
-    return losses
-
-
 def reference(model, rows: list[dict], weight: float, by_tokens: bool) -> list[torch.Tensor]:
     """Gradient of `sum_i w_i l_i`: w the mean over a row's tokens; or n w / T for every token."""
     losses, tokens = losses_of(model, rows), [n_supervised(row) for row in rows]
@@ -322,9 +299,8 @@ def test_gradient_is_the_weighted_sum_for_every_cut(by_tokens, policy):
                         scaling.sample_weight(engine.config.batch, plan, world_size),
                         engine.config.batch,
                     )
-                    torch._foreach_add_(
-                        added, gradients(engine), alpha=1 / world_size
-                    )  # the engine's average
+                    # The engine's average over ranks.
+                    torch._foreach_add_(added, gradients(engine), alpha=1 / world_size)
                     engine.discard()
                 assert distance(added, right) < 1e-12, (size, world_size, micro)
                 tried += 1
@@ -658,9 +634,8 @@ def test_unsupervised_and_nonfinite_under_a_scaler():
     assert scaler.get_scale() == 2.0**10
     assert train.update(engine, step(engine, task, rows[3:6]), 0.1) == "nonfinite" and unmoved()
     scaler._scale.fill_(2.0**120)
-    engine.module.head.weight.register_hook(
-        lambda g: g * 2.0**1000
-    )  # beyond fp64 while scaled, as fp16 overflows
+    # Beyond fp64 while scaled, as fp16 overflows.
+    engine.module.head.weight.register_hook(lambda g: g * 2.0**1000)
     measured = step(engine, task, rows[5:9])
     assert train.update(engine, measured, 0.1) == "overflow" and unmoved()
     assert scaler.get_scale() == 2.0**119 and measured.grad_norm is None

@@ -126,13 +126,14 @@ def test_equation_for_unequal_passes():
 
 
 def test_steps_are_weighed_by_samples():
-    """After one half-life the first measurement weighs as much as the second."""
-    memory = noise_scale.averaged(None, (1.0, 10.0), 100, half_life=1000)
-    alone = noise_scale.noise_scale(memory)
-    assert alone == pytest.approx(10.0)
-    for _ in range(10):
-        memory = noise_scale.averaged(memory, (1.0, 30.0), 100, half_life=1000)
-    assert memory["noise"] / memory["weight"] > 25
+    """After one half-life in samples the first measurement weighs half of the second: (10/2 + 30) / 1.5.
+
+    Mutation: half_life counted in steps (30 and nothing of the first).
+    """
+    memory = noise_scale.averaged(None, (1.0, 10.0), 1000, half_life=1000)
+    assert noise_scale.noise_scale(memory) == pytest.approx(10.0)
+    memory = noise_scale.averaged(memory, (1.0, 30.0), 1000, half_life=1000)
+    assert noise_scale.noise_scale(memory) == pytest.approx((10 / 2 + 30) / 1.5, rel=1e-12)
 
 
 TABLE = [  # schedule, signals, size

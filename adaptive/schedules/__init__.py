@@ -3,7 +3,8 @@
 A schedule is any callable. Its parameters that are called after signals receive them, the others are its
 settings; in `def grow(i, size, rate=2)` the first two, which are no signals, are step and current size. Rank
 0 calls it, the result is checked here and nowhere else, and every rank gets the same exact number, or the
-same error. To add one: any function, by path: --schedule "my_idea.py:grow(rate=2)"; or a line in SCHEDULES.
+same error.
+To add one: any function, by path: --schedule "my_idea.py:grow(rate=2)"; or a line in SCHEDULES.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from adaptive.config import BadSetting, Batch, Config
+from adaptive.config import BadSetting, Batch, Config, warn
 from adaptive.plan import Lengths, exact
 from adaptive.schedules import feedback, open_loop
 from adaptive.schedules.literal import parse_call
@@ -103,7 +104,7 @@ def first_size(schedule: Schedule, batch: Batch) -> float:
     else:
         size = checked(schedule.start, schedule.name, 1)
         if asked is not None and asked != size:
-            print(f"the schedule {schedule.name} starts at {size:g}, not at {asked:g}", file=sys.stderr)
+            warn(f"the schedule {schedule.name} starts at {size:g}, not at {asked:g}")
     if batch.per_device_train_batch_size is None:
         batch.batch_size = size
     else:
@@ -112,9 +113,7 @@ def first_size(schedule: Schedule, batch: Batch) -> float:
 
 
 def parse_schedule(text: str, known_signals: set[str]) -> Schedule:
-    """ "NAME(settings)" or "FILE.py:NAME(settings)" -> Schedule; BadSetting for an unknown name, file or
-    setting.
-    """
+    """Text "NAME(settings)" or "FILE.py:NAME(settings)" -> Schedule; BadSetting for what it does not know."""
     path, found = None, re.match(r"\s*(.+\.py):(.*)", text, re.DOTALL)
     if found:
         path, text = Path(found[1]), found[2]
@@ -191,7 +190,7 @@ def from_file(path: Path, name: str, flag: str) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """ "ValueError: message (file.py:12)": an exception of a user's code in one line."""
+    """An exception of a user's code in one line: "ValueError: message (file.py:12)"."""
     frames = traceback.extract_tb(error.__traceback__)
     known = frames and not isinstance(error, SyntaxError)  # which names its own line
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if known else ""

@@ -1,8 +1,8 @@
 """Functions of measurements: sizes that follow gradients, noise, memory or loss.
 
 What a schedule names is measured, and nothing else. Those that read noise, memory or time see numbers that
-depend on the cut or the machine; --schedule "replay(RUN)" repeats their sizes anywhere. To add one: a
-function or a class whose call names signals (adaptive/signals.py), and a line in SCHEDULES.
+depend on the cut or the machine, and may decide other sizes there.
+To add one: a function or a class whose call names signals (adaptive/signals.py), and a line in SCHEDULES.
 """
 
 from __future__ import annotations
@@ -83,11 +83,9 @@ def norm_test(step, current_size, grad_variance, grad_norm, eta=1.0, largest=102
 
 
 def cosine_target(
-    step, current_size, grad_cosine, target=0.8, smallest=1, largest=1024, interval=20, factor=1.1
+    step, current_size, grad_cosine, target=0.8, smallest=2, largest=1024, interval=20, factor=1.1
 ):
-    """Grow where two halves of a step agree less than `target`, shrink where more (SimiGrad, Qin et al.
-    2021).
-    """
+    """Grow where two halves of a step agree less than `target`, else shrink (SimiGrad, Qin et al. 2021)."""
     if step % interval:
         return current_size
     return bounded(

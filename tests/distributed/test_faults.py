@@ -11,8 +11,8 @@ import faults
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState, GradientState
+from by_hand import losses_of, n_supervised
 from faults import BAD, EVALS, FAULTY, HERE, LIMITS, N_ROWS, QUIET, RATE, RUNS, STEPS, Net, make_rows
 from launching import audits, launch, records
 
@@ -57,22 +57,6 @@ def having(job: str) -> list[str]:
 
 
 # The same by hand, in one process and fp64
-
-
-def n_supervised(row: dict) -> int:
-    return int((row["labels"][1:] != -100).sum())
-
-
-def losses_of(model, rows: list[dict]) -> list[torch.Tensor]:
-    """The loss summed over each row's supervised tokens, row by row."""
-    losses = []
-    for row in rows:
-        tokens, labels = torch.tensor(row["input_ids"])[None], torch.tensor(row["labels"])
-        logits = model(tokens).logits[0]
-        losses.append(
-            F.cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum") + 0 * logits.sum()
-        )
-    return losses
 
 
 def mean_loss(model, rows: list[dict], mode: str, weight: float | None = None) -> tuple[torch.Tensor, float]:
