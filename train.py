@@ -74,6 +74,7 @@ def main(config: Config) -> RunState:
 
     with Report(config, engine.accelerator, lengths.samples, state, checkpoints.run_id) as report:
         engine.listen()
+        engine.clock_from(state.seconds)
         engine.from_rank0(lambda: save(config, folder / "config.yaml"))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
         while not (0 < run.max_steps <= state.step or stop):

@@ -121,7 +121,6 @@ class Checkpoints:
         manifest = json.loads((self.opened / MANIFEST).read_text())
         state = RunState.from_json(manifest["state"])
         self.engine.load_state(self.opened, manifest)
-        self.engine.clock_from(state.seconds)
         self.saved_step, self.run_id = state.step, manifest["wandb_run_id"]
         if self.engine.is_main:
             cut_back(Path(self.config.run.output_dir, "metrics.jsonl"), state.step)

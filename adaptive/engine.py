@@ -201,7 +201,7 @@ class Engine:
         np.random.seed(number & 0xFFFFFFFF)
 
     def seconds(self) -> float:
-        """Wall clock of this process since the engine started."""
+        """Wall clock of the run, resumes added up, setting up left out."""
         return time.monotonic() - self._started
 
     def read(self, *scalars: torch.Tensor) -> list[float]:
@@ -344,7 +344,7 @@ class Engine:
         signal.signal(number, signal.SIG_DFL)
 
     def clock_from(self, seconds: float) -> None:
-        """Go on counting from `seconds`, those of the run before it was resumed."""
+        """Count from `seconds`, those of the run so far: 0, or more where it is resumed."""
         self._started = time.monotonic() - seconds
 
     @staticmethod
