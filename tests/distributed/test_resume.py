@@ -58,7 +58,7 @@ def undisturbed(tmp_path_factory) -> Path:
 def test_signal_and_kill_change_nothing(undisturbed, tmp_path):
     """SIGTERM, then SIGKILL, then to the end: records, rows and weights are bit-identical, with dropout.
 
-    Mutations: Engine.seed in the first step only (other masks); metrics not cut back (doubles after the kill).
+    Mutations: Engine.seed in the first step only (other masks); metrics not cut back (doubles).
     """
     folder = tmp_path / "run"
     stopped = start_and_signal(folder, signal.SIGTERM, after=12)

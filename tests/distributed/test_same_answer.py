@@ -85,8 +85,8 @@ def distance(one: Path, other: Path) -> float:
 @pytest.mark.parametrize(("layout", "processes"), CUTS)
 def test_weights_losses_and_samples_do_not_depend_on_the_cut(reference, tmp_path, layout, processes):
     """Mutations: mean of micro-batch means in train.gradient (1e-2); `world_size *` left out of loss_scale
-    (1e-1); gradient_accumulation_boundary always True (ZeRO-1, 2: 1e-1); share() by contiguous halves
-    (indices differ).
+    (1e-1); gradient_accumulation_boundary always True (ZeRO-1, 2: 1e-1); share() that gives all ranks
+    the first one's rows (rows twice).
     """
     run_all(tmp_path, layout, processes, CUTS[layout, processes])
     for name in CUTS[layout, processes]:
