@@ -148,8 +148,7 @@ def gradient(
     items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
     tokens = sum(int(count.sum()) for count in items)
     weighing = tokens if by_tokens else sum(int((count > 0).sum()) for count in items)
-    all_tokens = engine.sum_integers([tokens])[0] if by_tokens else None
-    scale = scaling.loss_scale(weight, size, engine.world_size, all_tokens)
+    all_tokens = engine.start_sum([tokens]) if by_tokens else lambda: [None]  # during the first forward
 
     total = 0.0
     for at, passed, count in zip(starts, batches, items, strict=True):
@@ -158,6 +157,8 @@ def gradient(
             if not by_tokens:
                 losses = losses / count.clamp(min=1).to(losses.device)
             loss = losses.sum()
+            if not at:
+                scale = scaling.loss_scale(weight, size, engine.world_size, all_tokens()[0])
             engine.backward(loss * (scale if at < len(rows) else 0.0))
         engine.norms.close_pass(count, scale, by_tokens, engine)
         total = total + loss.detach().double() * (at < len(rows))

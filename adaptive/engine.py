@@ -8,7 +8,7 @@
     engine.squared_norm()               # of the reduced gradient, before clipping, on the device
     engine.update(norm)  |  engine.discard()
 
-Agreement goes over gloo with CPU tensors on every backend, so that it never waits for a GPU.
+What all processes must know alike goes through agreement.py.
 To add a backend: a subclass with these verbs, and a file in accelerate_configs/.
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -26,7 +25,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,14 +38,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from adaptive import noise_scale
+from adaptive.agreement import Agreement
 from adaptive.config import BadSetting, Config
 from adaptive.noise_scale import PassNorms
 
-MESSAGE_BYTES = 16_384  # of the first broadcast, which carries a decision; what is longer takes a second one
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 
 
-class Engine:
+class Engine(Agreement):
     """One process, or DistributedDataParallel."""
 
     sharded = False  # whether squared_norm() is this rank's part of a sum over ranks
@@ -88,88 +87,18 @@ class Engine:
             if "precision" not in str(error):
                 raise
             raise BadSetting(f"--{precision}: {error}") from None
-        self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.is_main, self.device = self.accelerator.is_main_process, self.accelerator.device
-        self.group = None  # gloo, for what must not wait for a GPU
-        if self.world_size > 1 and dist.get_backend() != "gloo":
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
+        group, world_size = None, self.accelerator.num_processes
+        if world_size > 1 and dist.get_backend() != "gloo":
+            group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
+        Agreement.__init__(self, self.accelerator.process_index, world_size, group)
         config.run.output_dir = self.from_rank0(lambda: config.run.output_dir)
         self.stop_asked = False  # by a signal, on this process
         self._started = time.monotonic()
 
-    # Agreement
-
-    def from_rank0(self, decide: Callable[[], Any]) -> Any:
-        """What `decide()` returns on rank 0 (JSON), on every rank; an exception there is raised
-        everywhere.
-        """
-        if self.world_size == 1:
-            return decide()
-        text, error = b"", None
-        if self.rank == 0:
-            try:
-                text = json.dumps({"answer": decide()}).encode()
-            except Exception as failure:  # whatever it is, the other ranks wait for word
-                error = failure
-                kind = "BadSetting" if isinstance(failure, BadSetting) else type(failure).__name__
-                text = json.dumps({"error": str(failure), "kind": kind}).encode()
-        text = self._broadcast(text)
-        if error:
-            raise error
-        message = json.loads(text)
-        if "error" in message:
-            kind, said = message["kind"], message["error"]
-            if kind == "BadSetting":
-                raise BadSetting(said)
-            raise RuntimeError(f"rank 0 failed with {kind}: {said}")
-        return message["answer"]
-
-    def _broadcast(self, text: bytes) -> bytes:
-        """Rank 0's `text`; one broadcast where it is short, as a decision is."""
-        buffer = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        if self.rank == 0:
-            head = len(text).to_bytes(8, "little") + text[: MESSAGE_BYTES - 8]
-            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(buffer, 0, group=self.group)
-        received = buffer.numpy().tobytes()
-        length, received = int.from_bytes(received[:8], "little"), received[8:]
-        if length > len(received):
-            rest = torch.zeros(length - len(received), dtype=torch.uint8)
-            if self.rank == 0:
-                rest = torch.frombuffer(bytearray(text[len(received) :]), dtype=torch.uint8)
-            dist.broadcast(rest, 0, group=self.group)
-            received += rest.numpy().tobytes()
-        return received[:length]
-
-    def sum(self, values: list[float]) -> list[float]:
-        """Elementwise sum over ranks, in fp64; every rank gets the same bits."""
-        return self._reduced(torch.tensor(values, dtype=torch.float64))
-
-    def sum_integers(self, values: list[int]) -> list[int]:
-        """Elementwise sum over ranks, exact."""
-        return self._reduced(torch.tensor(values, dtype=torch.int64))
-
-    def _reduced(self, tensor: torch.Tensor) -> list:
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
-
-    def same_everywhere(self, value: str, what: str) -> None:
-        """RuntimeError on every rank unless all ranks hold rank 0's `value`; for --check_agreement."""
-        digest = hashlib.blake2b(value.encode(), digest_size=8).hexdigest()
-        agreed = self.from_rank0(lambda: digest)
-        (differing,) = self.sum_integers([int(agreed != digest)])
-        if differing:
-            raise RuntimeError(f"{differing} of {self.world_size} processes disagree about {what}")
-
     def main_first(self):
         """Context in which rank 0 of each machine goes first, so that caches are written once."""
         return self.accelerator.local_main_process_first()
-
-    def wait(self) -> None:
-        """Barrier on the CPU."""
-        if self.world_size > 1:
-            dist.barrier(group=self.group)
 
     # The model
 

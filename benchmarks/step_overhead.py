@@ -91,7 +91,7 @@ class Parts:
             (train.Data, "share", "fetch"),
             (CausalLM, "collate", "collate"), (CausalLM, "items", "count"),
             (CausalLM, "token_counts", "count"),
-            (engine, "sum_integers", "agree on tokens"), (torch.nn.Module, "__call__", "forward"),
+            (engine, "start_sum", "agree on tokens"), (torch.nn.Module, "__call__", "forward"),
             (engine, "backward", "backward"), (AcceleratedOptimizer, "step", "optimizer"),
             (AcceleratedOptimizer, "zero_grad", "optimizer"), (engine, "squared_norm", "gradient norm"),
             (engine, "sum", "fused reduction"), (train, "train_record", "record"),

@@ -215,7 +215,7 @@ def as_rank(engine: Engine, rank: int, world_size: int, all_tokens: int) -> Engi
     """The engine as one of `world_size` processes; sums over ranks are known beforehand or its own."""
     one = copy.copy(engine)
     one.rank, one.world_size = rank, world_size
-    one.sum_integers, one.sum = (lambda values: [all_tokens]), (lambda values: values)
+    one.start_sum, one.sum = (lambda values: lambda: [all_tokens]), (lambda values: values)
     return one
 
 
