@@ -31,6 +31,7 @@ CONFIG = parse_or_exit() if __name__ == "__main__" else None  # before torch is 
 from adaptive import scaling, signals  # noqa: E402
 from adaptive.checkpoint import Checkpoints  # noqa: E402
 from adaptive.data import Data  # noqa: E402
+from adaptive.dry_run import tell_plan  # noqa: E402
 from adaptive.engine import Engine  # noqa: E402
 from adaptive.evaluate import tell_evaluation  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
@@ -54,6 +55,8 @@ def main(config: Config) -> RunState:
     engine = Engine.start(config)
     with engine.main_first():
         rows = task.load(config)
+    if run.dry_run:
+        return tell_plan(config, schedule, {"train": len(rows.train)}, engine)
     folder = Path(engine.from_rank0(lambda: open_folder(config)))
     engine.seed(0, same_everywhere=True)
     model = task.model(config)

@@ -86,6 +86,10 @@ class Run:
     """Go on from the newest whole checkpoint of --output_dir (auto) or from this one (auto or path)."""
     allow_dataset_change: bool = False
     """Resume although the training data is not what it was (yes/no)."""
+    dry_run: bool = False
+    """Print sizes, steps and learning rates of the run, and stop; for schedules that measure nothing
+    (yes/no).
+    """
 
 
 @dataclass
