@@ -46,7 +46,7 @@ from adaptive.tasks import Task, load_task  # noqa: E402
 def main(config: Config) -> RunState:
     """Run what `config` asks for; returns the final state, the same on every process."""
     run, optim = config.run, config.optim
-    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling)
+    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling, optim.optim)
     task = load_task(config.data.task)
     schedule = load_schedule(config, {*signals.KNOWN, *task.signals()})
     eval_every = Every.parse(config.eval.eval_every, "eval_every")
@@ -60,7 +60,7 @@ def main(config: Config) -> RunState:
     folder = Path(engine.from_rank0(lambda: open_folder(config)))
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
-    wanted = signals.wanted(schedule.signals, config.output.track)
+    wanted = signals.wanted(schedule.signals | rule.signals, config.output.track)
     engine.prepare(model, build_optimizer(model, optim), wanted)
     data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
 
@@ -96,7 +96,9 @@ def main(config: Config) -> RunState:
 
             # Gradient: the weighted sum over the step's samples, wherever they are computed.
             weight = scaling.sample_weight(config.batch, plan, engine.world_size)
-            learning_rate = optim.learning_rate * factor * rule(float(scaling.mean_size(plan) / base))
+            ratio = float(scaling.mean_size(plan) / base)
+            moment = scaling.second_moment(optim, ratio, state.beta2_product, state.updates)
+            learning_rate = optim.learning_rate * factor * rule(ratio, float(base), seen.get("noise_scale"))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
             engine.seed(state.step + 1)
             batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
@@ -107,10 +109,10 @@ def main(config: Config) -> RunState:
             audit.write(state.step + 1, sources, indices, weight)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
-            skipped = update(engine, measured, learning_rate) if measured else "empty"
+            skipped = update(engine, measured, learning_rate, moment) if measured else "empty"
 
             # Learn and tell: counters move once, whatever happened.
-            state.advance(plan, skipped, measured, decision)
+            state.advance(plan, skipped, measured, decision, moment.beta2)
             record = train_record(
                 state, lengths, plan, measured, weight=weight, learning_rate=learning_rate, skipped=skipped,
                 micro_batch_size=batch.micro_batch_size,
@@ -129,7 +131,8 @@ def main(config: Config) -> RunState:
                 checkpoints.save(state, report)
 
         if stop:
-            return leave_word(config, state, report)
+            report.leave_word(state)
+            return state
         state.refuse_no_update()
         if evaluated != state.step:
             tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
@@ -169,22 +172,14 @@ def gradient(
     return signals.Measured.reduce(engine, total, weighing, tokens, padding)
 
 
-def update(engine: Engine, measured: signals.Measured, learning_rate: float) -> str | None:
+def update(engine: Engine, measured: signals.Measured, learning_rate: float, moment=None) -> str | None:
     """Step the optimizer unless the step has nothing to learn from; None, or the reason why not."""
     if not measured.items or not measured.finite:
         overflow = engine.scales_loss and measured.loss is not None  # the loss is sound, its scale too large
         engine.discard(overflow)
         return "unsupervised" if not measured.items else "overflow" if overflow else "nonfinite"
-    engine.set_learning_rate(learning_rate)
+    engine.set_step(learning_rate, moment)
     return None if engine.update(measured.grad_norm) else "overflow"
-
-
-def leave_word(config: Config, state: RunState, report: Report) -> RunState:
-    """Say how to go on after a signal."""
-    how = f"--config {config.run.output_dir}/config.yaml --resume_from_checkpoint auto"
-    report.say(f"stopped by a signal after step {state.step} and saved; go on with:")
-    report.say(f"accelerate launch ... train.py {how}")
-    return state
 
 
 if __name__ == "__main__":

@@ -145,7 +145,9 @@ class Optim:
     lr_scheduler_kwargs: str = ""
     """Settings of the decay, e.g. "num_cycles=2" or "decay_share=0.2" (name=value, ...)."""
     lr_scaling: str = "sqrt"
-    """Factor that follows the batch size: none, linear, sqrt or power(p) (rule)."""
+    """Factor that follows the batch size: none, linear, sqrt, power(p) or adascale, whose gain is measured
+    (rule).
+    """
     base_batch_size: float | None = None
     """Size at which the factor is 1; by default the initial size (samples, in its unit)."""
     warmup_samples: int | None = None
@@ -157,7 +159,9 @@ class Optim:
     adam_beta1: float = 0.9
     """Decay of Adam's first moment (per update)."""
     adam_beta2: float = 0.999
-    """Decay of Adam's second moment (per update)."""
+    """Decay of Adam's second moment (per update; of the base size with --beta_scaling half_life)."""
+    beta_scaling: Literal["none", "half_life"] = "none"
+    """half_life: the second moment forgets by samples, whatever the size; AdamW only (policy)."""
     adam_epsilon: float = 1e-8
     """Adam's denominator offset (gradient units)."""
     max_grad_norm: float = 1.0
@@ -353,6 +357,11 @@ def check(config: Config) -> Config:
         raise BadSetting(f"--warmup_ratio is {optim.warmup_ratio}; write a share of the run between 0 and 1")
     if optim.warmup_samples is not None and optim.warmup_ratio:
         raise BadSetting("--warmup_samples and --warmup_ratio are both given; write one of them")
+    if optim.beta_scaling == "half_life" and not optim.optim.startswith("adamw_torch"):
+        raise BadSetting(
+            f"--beta_scaling half_life knows the bias correction of --optim adamw_torch and "
+            f"adamw_torch_fused; it is {optim.optim}"
+        )
     if config.hardware.bf16 and config.hardware.fp16:
         raise BadSetting("--bf16 and --fp16 are both given; write one of them")
     unknown = set(config.output.report_to) - {"wandb", "tensorboard", "none"}

@@ -48,7 +48,7 @@ def tell_plan(config: Config, schedule: Schedule, rows: dict[str, int], engine: 
 def walk(config: Config, schedule: Schedule, lengths: Lengths, world_size: int) -> Walk:
     """Every decision of the run, in order; a rate is a share of its peak where that is not set."""
     optim, batch = config.optim, config.batch
-    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling)
+    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling, optim.optim)
     state = RunState.fresh(list(lengths.sources), world_size, first_size(schedule, batch))
     base = global_size(optim.base_batch_size or state.initial_size, batch, world_size)
     warmup = optim.warmup_samples or int(optim.warmup_ratio * lengths.samples)

@@ -41,6 +41,8 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from adaptive import noise_scale
 from adaptive.config import BadSetting, Config
 from adaptive.noise_scale import PassNorms
+from adaptive.optim import set_step
+from adaptive.scaling import SecondMoment
 
 MESSAGE_BYTES = 16_384  # of the first broadcast, which carries a decision; what is longer takes a second one
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
@@ -272,10 +274,9 @@ class Engine:
             free = total - torch.cuda.memory_reserved(self.device)
         return 1 - free / total
 
-    def set_learning_rate(self, rate: float) -> None:
-        """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_factor", 1.0)
+    def set_step(self, rate: float, moment: SecondMoment | None = None) -> None:
+        """Learning rate of the coming step, and Adam's second moment where it is not the configured one."""
+        set_step(self.optimizer.param_groups, self.config.optim, rate, moment)
 
     def save_model(self, folder: os.PathLike, tokenizer: Any) -> None:
         """Collective: the weights as `from_pretrained` opens them, written by rank 0."""

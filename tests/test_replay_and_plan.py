@@ -70,7 +70,7 @@ def test_sizes_that_rounding_does_not_explain_are_replayed_as_they_were(tmp_path
 
 
 def test_what_cannot_be_replayed_is_said(tmp_path):
-    """Mutations: `sound` always True (a KeyError's traceback); steps not compared (half a run is replayed)."""
+    """Mutations: `sound` always True (a KeyError's traceback); steps not compared (half a run replayed)."""
     refused(lambda: parse_schedule(f"replay('{tmp_path / 'no'}')", SIGNALS), "no metrics.jsonl", "output_dir")
     refused(lambda: parse_schedule("replay()", SIGNALS), "run_dir")
     for text, words in (

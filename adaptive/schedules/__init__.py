@@ -103,6 +103,10 @@ def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
             )
             raise BadSetting(f"the schedule {schedule.name} {how} {settings[flag]}")
     measured = sorted(schedule.signals - PROGRESS)
+    if config.run.dry_run and config.optim.lr_scaling.startswith("adascale"):
+        raise BadSetting(
+            "--dry_run: --lr_scaling adascale follows the noise scale, which only a run measures"
+        )
     if config.run.dry_run and measured:
         raise BadSetting(
             f"--dry_run: the schedule {schedule.name} follows {', '.join(measured)}, which only a run "
@@ -302,7 +306,10 @@ SCHEDULES: dict[str, Callable] = {
     "replay": open_loop.replay,
     "gradient_memory": feedback.gradient_memory,
     "noise_scale": feedback.noise_scale,
+    "seesaw_noise": feedback.seesaw_noise,
     "norm_test": feedback.norm_test,
     "cosine_target": feedback.cosine_target,
     "loss_plateau": feedback.loss_plateau,
+    "cabs": feedback.cabs,
+    "goodput": feedback.goodput,
 }
