@@ -39,6 +39,7 @@ from adaptive.plan import Lengths, exact, passes, plan_step  # noqa: E402
 from adaptive.records import Audit, open_folder, train_record  # noqa: E402
 from adaptive.report import Report  # noqa: E402
 from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
+from adaptive.self_check import check_step  # noqa: E402
 from adaptive.state import RunState  # noqa: E402
 from adaptive.tasks import Task, load_task  # noqa: E402
 
@@ -103,6 +104,9 @@ def main(config: Config) -> RunState:
             engine.seed(state.step + 1)
             batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
             own, sources, indices = data.share(plan)
+            checked = check_step(
+                config, engine, task, data, plan, state.step + 1, gradient, own, weight, report
+            )  # fmt: skip
             measured = None
             if plan.size:
                 measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch)
@@ -119,7 +123,7 @@ def main(config: Config) -> RunState:
                 passes=passes(plan.size, engine.world_size, batch.micro_batch_size),
             )  # fmt: skip
             signals.after_step(state, record, measured, before["seconds"], batch.noise_half_life)
-            record |= {name: state.signals.get(name) for name in wanted & signals.MEASURED}
+            record |= checked | {name: state.signals.get(name) for name in wanted & signals.MEASURED}
             report.train(record)
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)

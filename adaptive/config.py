@@ -86,6 +86,10 @@ class Run:
     """Go on from the newest whole checkpoint of --output_dir (auto) or from this one (auto or path)."""
     allow_dataset_change: bool = False
     """Resume although the training data is not what it was (yes/no)."""
+    self_check: int = 0
+    """Every so many steps one process recomputes the gradient by itself; the difference is recorded; 0: never
+    (steps).
+    """
     dry_run: bool = False
     """Print sizes, steps and learning rates of the run, and stop; for schedules that measure nothing
     (yes/no).
@@ -272,7 +276,7 @@ ABOVE_ZERO = {
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
-    "warmup_samples", "warmup_ratio", "seed",
+    "warmup_samples", "warmup_ratio", "seed", "self_check",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
 UNITS = {"step": 1, "sample": 1, "minute": 60}
@@ -364,6 +368,8 @@ def check(config: Config) -> Config:
         )
     if config.hardware.bf16 and config.hardware.fp16:
         raise BadSetting("--bf16 and --fp16 are both given; write one of them")
+    if run.self_check and config.hardware.fp16:
+        raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
     unknown = set(config.output.report_to) - {"wandb", "tensorboard", "none"}
     if unknown:
         raise BadSetting(f"--report_to has {sorted(unknown)[0]!r}; write wandb, tensorboard or none")

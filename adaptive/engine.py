@@ -258,6 +258,12 @@ class Engine:
         """What backward multiplies the loss by, beside what the loop does."""
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
 
+    def full_gradient(self) -> Iterator[torch.Tensor | None]:
+        """Collective: the reduced gradient of each trainable parameter, whole, in the model's order."""
+        yield from (p.grad for p in self.module.parameters() if p.requires_grad)
+
+    partitions_weights = False  # whether a process cannot run the model alone
+
     def memory_usage(self) -> float:
         """Share of the device's memory that is taken, in [0, 1]; of the machine's memory on a CPU.
 
@@ -280,7 +286,7 @@ class Engine:
 
     def save_model(self, folder: os.PathLike, tokenizer: Any) -> None:
         """Collective: the weights as `from_pretrained` opens them, written by rank 0."""
-        state = self._whole_state()
+        state = self.whole_state()
         if self.is_main:
             if hasattr(self.module, "save_pretrained"):
                 from transformers.utils import logging
@@ -294,7 +300,8 @@ class Engine:
                 tokenizer.save_pretrained(folder)
         self.wait()
 
-    def _whole_state(self) -> dict[str, torch.Tensor]:
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """Collective: every weight by name, on rank 0 at least."""
         return self.module.state_dict()
 
     def describe(self) -> str:
@@ -409,14 +416,25 @@ class DeepSpeedEngine(Engine):
         if hasattr(optimizer, "all_grad_tensors"):  # stages 1, 2
             optimizer.zero_grad(set_to_none=True)
             optimizer._release_preflattened_grad_buffers()
-            optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
-            optimizer.all_grad_tensors = dict.fromkeys(optimizer.all_grad_tensors)
+            for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                kept.update(dict.fromkeys(kept))  # in place: parameters look their gradient up in it
         elif hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
             optimizer.zero_grad(set_to_none=True)
             optimizer.averaged_gradients = {}
             optimizer.grad_partitions_flat_buffer.zero_()
         elif self._full_gradient():
             optimizer.zero_grad(set_to_none=True)
+
+    def full_gradient(self):
+        from deepspeed.utils import safe_get_full_grad
+
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                yield safe_get_full_grad(parameter)
+
+    @property
+    def partitions_weights(self):
+        return self.stage == 3
 
     @property
     def scales_loss(self):
@@ -465,7 +483,7 @@ class DeepSpeedEngine(Engine):
         if self.is_main:
             shutil.rmtree(universal)
 
-    def _whole_state(self):
+    def whole_state(self):
         if self.stage < 3:
             return self.module.state_dict()
         # Gathers on rank 0, and forgets which weights are tied.
