@@ -351,6 +351,7 @@ def check(config: Config) -> Config:
         if name in AT_LEAST_ZERO and value is not None and not 0 <= value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
+    _check_arithmetic(config)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(
             f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data"
@@ -361,15 +362,8 @@ def check(config: Config) -> Config:
         raise BadSetting(f"--warmup_ratio is {optim.warmup_ratio}; write a share of the run between 0 and 1")
     if optim.warmup_samples is not None and optim.warmup_ratio:
         raise BadSetting("--warmup_samples and --warmup_ratio are both given; write one of them")
-    if optim.beta_scaling == "half_life" and not optim.optim.startswith("adamw_torch"):
-        raise BadSetting(
-            f"--beta_scaling half_life knows the bias correction of --optim adamw_torch and "
-            f"adamw_torch_fused; it is {optim.optim}"
-        )
     if config.hardware.bf16 and config.hardware.fp16:
         raise BadSetting("--bf16 and --fp16 are both given; write one of them")
-    if run.self_check and config.hardware.fp16:
-        raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
     unknown = set(config.output.report_to) - {"wandb", "tensorboard", "none"}
     if unknown:
         raise BadSetting(f"--report_to has {sorted(unknown)[0]!r}; write wandb, tensorboard or none")
@@ -385,6 +379,16 @@ def check(config: Config) -> Config:
     task = Path(data.task.split(":")[0]).stem
     run.output_dir = run.output_dir or f"runs/{task}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config
+
+
+def _check_arithmetic(config: Config) -> None:
+    if config.optim.beta_scaling == "half_life" and not config.optim.optim.startswith("adamw_torch"):
+        raise BadSetting(
+            "--beta_scaling half_life knows the bias correction of --optim adamw_torch and adamw_torch_fused; "
+            f"it is {config.optim.optim}"
+        )
+    if config.run.self_check and config.hardware.fp16:
+        raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
 
 
 def _check_batch(batch: Batch) -> None:
