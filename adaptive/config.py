@@ -384,7 +384,7 @@ def check(config: Config) -> Config:
 def _check_arithmetic(config: Config) -> None:
     if config.optim.beta_scaling == "half_life" and not config.optim.optim.startswith("adamw_torch"):
         raise BadSetting(
-            "--beta_scaling half_life knows the bias correction of --optim adamw_torch and adamw_torch_fused; "
+            "--beta_scaling half_life knows the bias correction of --optim adamw_torch and its fused form; "
             f"it is {config.optim.optim}"
         )
     if config.run.self_check and config.hardware.fp16:
