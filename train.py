@@ -31,6 +31,7 @@ CONFIG = parse_or_exit() if __name__ == "__main__" else None  # before torch is 
 from adaptive import scaling, signals  # noqa: E402
 from adaptive.checkpoint import Checkpoints  # noqa: E402
 from adaptive.data import Data  # noqa: E402
+from adaptive.dry_run import tell_plan  # noqa: E402
 from adaptive.engine import Engine  # noqa: E402
 from adaptive.evaluate import tell_evaluation  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
@@ -38,6 +39,7 @@ from adaptive.plan import Lengths, exact, passes, plan_step  # noqa: E402
 from adaptive.records import Audit, open_folder, train_record  # noqa: E402
 from adaptive.report import Report  # noqa: E402
 from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
+from adaptive.self_check import check_step  # noqa: E402
 from adaptive.state import RunState  # noqa: E402
 from adaptive.tasks import Task, load_task  # noqa: E402
 
@@ -45,7 +47,7 @@ from adaptive.tasks import Task, load_task  # noqa: E402
 def main(config: Config) -> RunState:
     """Run what `config` asks for; returns the final state, the same on every process."""
     run, optim = config.run, config.optim
-    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling)
+    decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling, optim.optim)
     task = load_task(config.data.task)
     schedule = load_schedule(config, {*signals.KNOWN, *task.signals()})
     eval_every = Every.parse(config.eval.eval_every, "eval_every")
@@ -54,10 +56,12 @@ def main(config: Config) -> RunState:
     engine = Engine.start(config)
     with engine.main_first():
         rows = task.load(config)
+    if run.dry_run:
+        return tell_plan(config, schedule, {"train": len(rows.train)}, engine)
     folder = Path(engine.from_rank0(lambda: open_folder(config)))
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
-    wanted = signals.wanted(schedule.signals, config.output.track)
+    wanted = signals.wanted(schedule.signals | rule.signals, config.output.track)
     engine.prepare(model, build_optimizer(model, optim), wanted)
     data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
 
@@ -93,28 +97,33 @@ def main(config: Config) -> RunState:
 
             # Gradient: the weighted sum over the step's samples, wherever they are computed.
             weight = scaling.sample_weight(config.batch, plan, engine.world_size)
-            learning_rate = optim.learning_rate * factor * rule(float(scaling.mean_size(plan) / base))
+            ratio = float(scaling.mean_size(plan) / base)
+            moment = scaling.second_moment(optim, ratio, state.beta2_product, state.updates)
+            learning_rate = optim.learning_rate * factor * rule(ratio, float(base), seen.get("noise_scale"))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
             engine.seed(state.step + 1)
             batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
             own, sources, indices = data.share(plan)
+            checked = check_step(
+                config, engine, task, data, plan, state.step + 1, gradient, own, weight, report
+            )  # fmt: skip
             measured = None
             if plan.size:
                 measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch)
             audit.write(state.step + 1, sources, indices, weight)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
-            skipped = update(engine, measured, learning_rate) if measured else "empty"
+            skipped = update(engine, measured, learning_rate, moment) if measured else "empty"
 
             # Learn and tell: counters move once, whatever happened.
-            state.advance(plan, skipped, measured, decision)
+            state.advance(plan, skipped, measured, decision, moment.beta2)
             record = train_record(
                 state, lengths, plan, measured, weight=weight, learning_rate=learning_rate, skipped=skipped,
                 micro_batch_size=batch.micro_batch_size,
                 passes=passes(plan.size, engine.world_size, batch.micro_batch_size),
             )  # fmt: skip
             signals.after_step(state, record, measured, before["seconds"], batch.noise_half_life)
-            record |= {name: state.signals.get(name) for name in wanted & signals.MEASURED}
+            record |= checked | {name: state.signals.get(name) for name in wanted & signals.MEASURED}
             report.train(record)
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)
@@ -126,7 +135,8 @@ def main(config: Config) -> RunState:
                 checkpoints.save(state, report)
 
         if stop:
-            return leave_word(config, state, report)
+            report.leave_word(state)
+            return state
         state.refuse_no_update()
         if evaluated != state.step:
             tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
@@ -167,22 +177,14 @@ def gradient(
     return signals.Measured.reduce(engine, total, weighing, tokens, padding)
 
 
-def update(engine: Engine, measured: signals.Measured, learning_rate: float) -> str | None:
+def update(engine: Engine, measured: signals.Measured, learning_rate: float, moment=None) -> str | None:
     """Step the optimizer unless the step has nothing to learn from; None, or the reason why not."""
     if not measured.items or not measured.finite:
         overflow = engine.scales_loss and measured.loss is not None  # the loss is sound, its scale too large
         engine.discard(overflow)
         return "unsupervised" if not measured.items else "overflow" if overflow else "nonfinite"
-    engine.set_learning_rate(learning_rate)
+    engine.set_step(learning_rate, moment)
     return None if engine.update(measured.grad_norm) else "overflow"
-
-
-def leave_word(config: Config, state: RunState, report: Report) -> RunState:
-    """Say how to go on after a signal."""
-    how = f"--config {config.run.output_dir}/config.yaml --resume_from_checkpoint auto"
-    report.say(f"stopped by a signal after step {state.step} and saved; go on with:")
-    report.say(f"accelerate launch ... train.py {how}")
-    return state
 
 
 if __name__ == "__main__":

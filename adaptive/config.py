@@ -86,6 +86,14 @@ class Run:
     """Go on from the newest whole checkpoint of --output_dir (auto) or from this one (auto or path)."""
     allow_dataset_change: bool = False
     """Resume although the training data is not what it was (yes/no)."""
+    self_check: int = 0
+    """Every so many steps one process recomputes the gradient by itself; the difference is recorded; 0: never
+    (steps).
+    """
+    dry_run: bool = False
+    """Print sizes, steps and learning rates of the run, and stop; for schedules that measure nothing
+    (yes/no).
+    """
 
 
 @dataclass
@@ -141,7 +149,9 @@ class Optim:
     lr_scheduler_kwargs: str = ""
     """Settings of the decay, e.g. "num_cycles=2" or "decay_share=0.2" (name=value, ...)."""
     lr_scaling: str = "sqrt"
-    """Factor that follows the batch size: none, linear, sqrt or power(p) (rule)."""
+    """Factor that follows the batch size: none, linear, sqrt, power(p) or adascale, whose gain is measured
+    (rule).
+    """
     base_batch_size: float | None = None
     """Size at which the factor is 1; by default the initial size (samples, in its unit)."""
     warmup_samples: int | None = None
@@ -153,7 +163,9 @@ class Optim:
     adam_beta1: float = 0.9
     """Decay of Adam's first moment (per update)."""
     adam_beta2: float = 0.999
-    """Decay of Adam's second moment (per update)."""
+    """Decay of Adam's second moment (per update; of the base size with --beta_scaling half_life)."""
+    beta_scaling: Literal["none", "half_life"] = "none"
+    """half_life: the second moment forgets by samples, whatever the size; AdamW only (policy)."""
     adam_epsilon: float = 1e-8
     """Adam's denominator offset (gradient units)."""
     max_grad_norm: float = 1.0
@@ -264,7 +276,7 @@ ABOVE_ZERO = {
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
-    "warmup_samples", "warmup_ratio", "seed",
+    "warmup_samples", "warmup_ratio", "seed", "self_check",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
 UNITS = {"step": 1, "sample": 1, "minute": 60}
@@ -339,6 +351,7 @@ def check(config: Config) -> Config:
         if name in AT_LEAST_ZERO and value is not None and not 0 <= value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
+    _check_arithmetic(config)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(
             f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data"
@@ -366,6 +379,16 @@ def check(config: Config) -> Config:
     task = Path(data.task.split(":")[0]).stem
     run.output_dir = run.output_dir or f"runs/{task}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config
+
+
+def _check_arithmetic(config: Config) -> None:
+    if config.optim.beta_scaling == "half_life" and not config.optim.optim.startswith("adamw_torch"):
+        raise BadSetting(
+            "--beta_scaling half_life knows the bias correction of --optim adamw_torch and its fused form; "
+            f"it is {config.optim.optim}"
+        )
+    if config.run.self_check and config.hardware.fp16:
+        raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
 
 
 def _check_batch(batch: Batch) -> None:

@@ -41,6 +41,8 @@ from adaptive import noise_scale
 from adaptive.agreement import Agreement
 from adaptive.config import BadSetting, Config
 from adaptive.noise_scale import PassNorms
+from adaptive.optim import set_step
+from adaptive.scaling import SecondMoment
 
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 
@@ -185,6 +187,12 @@ class Engine(Agreement):
         """What backward multiplies the loss by, beside what the loop does."""
         return self.accelerator.scaler.get_scale() if self.accelerator.scaler is not None else 1.0
 
+    def full_gradient(self) -> Iterator[torch.Tensor | None]:
+        """Collective: the reduced gradient of each trainable parameter, whole, in the model's order."""
+        yield from (p.grad for p in self.module.parameters() if p.requires_grad)
+
+    partitions_weights = False  # whether a process cannot run the model alone
+
     def memory_usage(self) -> float:
         """Share of the device's memory that is taken, in [0, 1]; of the machine's memory on a CPU.
 
@@ -201,14 +209,13 @@ class Engine(Agreement):
             free = total - torch.cuda.memory_reserved(self.device)
         return 1 - free / total
 
-    def set_learning_rate(self, rate: float) -> None:
-        """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies it."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_factor", 1.0)
+    def set_step(self, rate: float, moment: SecondMoment | None = None) -> None:
+        """Learning rate of the coming step, and Adam's second moment where it is not the configured one."""
+        set_step(self.optimizer.param_groups, self.config.optim, rate, moment)
 
     def save_model(self, folder: os.PathLike, tokenizer: Any) -> None:
         """Collective: the weights as `from_pretrained` opens them, written by rank 0."""
-        state = self._whole_state()
+        state = self.whole_state()
         if self.is_main:
             if hasattr(self.module, "save_pretrained"):
                 from transformers.utils import logging
@@ -222,7 +229,8 @@ class Engine(Agreement):
                 tokenizer.save_pretrained(folder)
         self.wait()
 
-    def _whole_state(self) -> dict[str, torch.Tensor]:
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """Collective: every weight by name, on rank 0 at least."""
         return self.module.state_dict()
 
     def describe(self) -> str:
@@ -337,14 +345,25 @@ class DeepSpeedEngine(Engine):
         if hasattr(optimizer, "all_grad_tensors"):  # stages 1, 2
             optimizer.zero_grad(set_to_none=True)
             optimizer._release_preflattened_grad_buffers()
-            optimizer.averaged_gradients = dict.fromkeys(optimizer.averaged_gradients)
-            optimizer.all_grad_tensors = dict.fromkeys(optimizer.all_grad_tensors)
+            for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+                kept.update(dict.fromkeys(kept))  # in place: parameters look their gradient up in it
         elif hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
             optimizer.zero_grad(set_to_none=True)
             optimizer.averaged_gradients = {}
             optimizer.grad_partitions_flat_buffer.zero_()
         elif self._full_gradient():
             optimizer.zero_grad(set_to_none=True)
+
+    def full_gradient(self):
+        from deepspeed.utils import safe_get_full_grad
+
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                yield safe_get_full_grad(parameter)
+
+    @property
+    def partitions_weights(self):
+        return self.stage == 3
 
     @property
     def scales_loss(self):
@@ -393,7 +412,7 @@ class DeepSpeedEngine(Engine):
         if self.is_main:
             shutil.rmtree(universal)
 
-    def _whole_state(self):
+    def whole_state(self):
         if self.stage < 3:
             return self.module.state_dict()
         # Gathers on rank 0, and forgets which weights are tied.

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from adaptive.config import BadSetting, Optim
+from adaptive.scaling import SecondMoment
 from adaptive.schedules.literal import parse_call
 
 
@@ -33,6 +34,22 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 keeps the real shape aside
             groups[len(shape) < 2]["params"].append(parameter)
     return [group for group in groups if group["params"]]
+
+
+def set_step(groups: list[dict], optim: Optim, rate: float, moment: SecondMoment | None) -> None:
+    """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies the rate.
+
+    With --beta_scaling half_life, Adam's settings as equation (6) of scaling.py has them.
+    """
+    moment = moment or SecondMoment(optim.adam_beta2, 1.0)
+    for group in groups:
+        group["lr"] = rate * group.get("lr_factor", 1.0) * moment.factor
+        if optim.beta_scaling == "none" and "own_weight_decay" not in group:
+            continue
+        decay = group.setdefault("own_weight_decay", group["weight_decay"])
+        group["betas"] = (optim.adam_beta1, moment.beta2)
+        group["eps"] = optim.adam_epsilon * moment.factor
+        group["weight_decay"] = decay / moment.factor
 
 
 def _adamw(groups: list[dict], optim: Optim, **settings) -> torch.optim.Optimizer:

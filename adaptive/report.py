@@ -124,6 +124,12 @@ class Report:
         if self.is_main:
             self.screen.line(line)
 
+    def leave_word(self, state: Any) -> None:
+        """Say how to go on after a signal."""
+        how = f"--config {self.config.run.output_dir}/config.yaml --resume_from_checkpoint auto"
+        self.say(f"stopped by a signal after step {state.step} and saved; go on with:")
+        self.say(f"accelerate launch ... train.py {how}")
+
     def once(self, line: str | None) -> None:
         """A notice, the first time only; None is nothing."""
         if line and line not in self.told:

@@ -1,4 +1,4 @@
-"""Sizes -> the factors that follow from them: on the loss and on the learning rate.
+"""Sizes -> the factors that follow from them: on the loss, on the learning rate and on Adam's beta2.
 
 **The gradient of a step.** Over its n samples the step's gradient is
 
@@ -25,7 +25,23 @@ nothing else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the
 (1), whatever the number of ranks, their shares and the micro-batches.
 
 **Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, p the share of the run before the
-step. Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam.
+step. Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. AdaScale
+(Johnson et al. 2020): a step of S = M / base times the samples is worth the gain
+
+    r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) = (B / base + 1) / (B / M + 1)                          (5)
+
+steps of the base size, with sigma^2 = tr(S) / base and mu^2 = |G|^2, so that sigma^2 / mu^2 is the noise
+scale B over the base size; between 1 and S. SGD's rate is multiplied by r, that of others by sqrt(r). Before
+a noise scale is measured, a larger size has no gain and a smaller one loses all of it.
+
+**Adam's second moment** with --beta_scaling half_life: after a step of M samples the old average counts
+beta2' = beta2^(M / base), so that its half-life is the same number of *samples* at every size. The average
+of a constant g^2 is then v = g^2 (1 - prod beta2'_i), and Adam must divide by
+
+    1 - prod_i beta2'_i      where torch divides by 1 - beta2'^t with the last beta2' alone              (6)
+
+(a growth by 8 at step 201 would double its update). With f^2 the ratio of the two, f * lr, f * epsilon and
+weight_decay / f in torch's own formula are exactly Adam with (6), under any engine that calls it.
 
 Pure Python, no torch.
 To add one: a decay or a rule is a line in the dictionaries at the foot.
@@ -35,6 +51,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 
 from adaptive.config import BadSetting, Batch, Optim
@@ -89,19 +106,60 @@ def parse_decay(optim: Optim) -> Callable[[float], float]:
     return lambda progress: decay(min(1.0, max(0.0, progress)), *arguments, **options)
 
 
-def parse_rule(text: str) -> Callable[[float], float]:
-    """--lr_scaling -> factor of the learning rate at size / base size."""
+def parse_rule(text: str, optimizer: str = "adamw_torch") -> Callable[..., float]:
+    """--lr_scaling -> factor of the learning rate at (size / base size, base size, noise scale or None).
+
+    Its attribute `signals`: names of the signals it needs.
+    """
     name, arguments, options = parse_call(text, "--lr_scaling")
     if name not in RULES:
         raise BadSetting(
-            f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p), such as power(0.75)"
+            f"--lr_scaling is {text!r}; write none, linear, sqrt, adascale or power(p), such as power(0.75)"
         )
     try:
         rule = RULES[name]
         rule(2.0, *arguments, **options)
     except (TypeError, OverflowError):
         raise BadSetting(f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p)") from None
-    return lambda ratio: rule(ratio, *arguments, **options)
+    if rule is adascale_gain:
+        power = 1.0 if optimizer == "sgd" else 0.5
+
+        def factor(ratio: float, base: float = 1.0, noise_scale: float | None = None) -> float:
+            return adascale_gain(ratio, base, noise_scale) ** power
+
+        factor.signals = {"noise_scale"}
+        return factor
+
+    def factor(ratio: float, base: float = 1.0, noise_scale: float | None = None) -> float:
+        return rule(ratio, *arguments, **options)
+
+    factor.signals = set()
+    return factor
+
+
+def adascale_gain(ratio: float, base: float = 1.0, noise_scale: float | None = None) -> float:
+    """r of equation (5) at `ratio` = M / base; base and noise scale in samples."""
+    if noise_scale is None:
+        return min(1.0, ratio)
+    noise = noise_scale / base
+    return (noise + 1) / (noise / ratio + 1)
+
+
+@dataclass(frozen=True)
+class SecondMoment:
+    """Adam's second moment in one step: its beta2, and f of equation (6)."""
+
+    beta2: float
+    factor: float
+
+
+def second_moment(optim: Optim, ratio: float, product: float, updates: int) -> SecondMoment:
+    """Of the update after `updates` ones whose beta2 have the `product`; `ratio` as in M / base."""
+    if optim.beta_scaling == "none":
+        return SecondMoment(optim.adam_beta2, 1.0)
+    beta2 = optim.adam_beta2**ratio
+    torchs = -math.expm1((updates + 1) * math.log(beta2)) if beta2 else 1.0
+    return SecondMoment(beta2, math.sqrt((1 - product * beta2) / torchs))
 
 
 def warmup(samples: int, size: int, length: int) -> float:
@@ -140,4 +198,5 @@ RULES: dict[str, Callable[..., float]] = {
     "linear": lambda ratio: ratio,
     "sqrt": math.sqrt,
     "power": lambda ratio, p: ratio**p,
+    "adascale": adascale_gain,
 }

@@ -37,6 +37,7 @@ KNOWN = {
     "step_seconds": "wall clock of the last step",
     "samples_per_second": "of the last step",
     "world_size": "data-parallel processes",
+    "size_unit": "samples over all processes that a size of 1 stands for: 1, or W for per-device sizes",
 }
 # Recorded by name when in use; the others are in every record.
 MEASURED = noise_scale.SIGNALS | {

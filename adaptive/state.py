@@ -39,6 +39,7 @@ class RunState:
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> steps
     skipped_in_a_row: int = 0  # non-finite steps since the last good one
     signals: dict[str, float | None] = field(default_factory=dict)  # last value of each signal
+    beta2_product: float = 1.0  # of Adam's beta2 in all updates, for its bias correction
     noise: dict[str, float] | None = None  # running sums of the noise scale's two parts
     invalid: int = 0  # measurements that gave no estimate
     schedule: Any = None  # what the schedule's own state_dict() returned
@@ -73,10 +74,18 @@ class RunState:
         """What intervals such as --eval_every are measured in."""
         return {"step": self.step, "samples": self.samples, "seconds": self.seconds}
 
-    def advance(self, plan: StepPlan, skipped: str | None, measured: Measured | None, decision: dict) -> None:
+    def advance(
+        self,
+        plan: StepPlan,
+        skipped: str | None,
+        measured: Measured | None,
+        decision: dict,
+        beta2: float = 1.0,
+    ) -> None:
         """Count a step that is over; samples are consumed whether or not the weights changed."""
         self.step += 1
         self.updates += skipped is None
+        self.beta2_product *= beta2 if skipped is None else 1.0
         self.samples += plan.size
         self.cursor, self.carry = plan.cursor, plan.carry
         self.size, self.schedule = decision["size"], decision["schedule"]

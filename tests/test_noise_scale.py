@@ -142,7 +142,10 @@ TABLE = [  # schedule, signals, size
     ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "grad_norm": 1.0}, 8),
     ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "grad_norm": 0.05, "memory_usage": 0.9}, 4),
     ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "grad_norm": 1.0, "memory_usage": 0.3}, 16),
-    ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "grad_norm": 11.0, "memory_usage": 0.3}, 4),
+    ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "grad_norm": 11.0, "memory_usage": 0.3}, 16),
+    ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "grad_norm": 0.05, "memory_usage": 0.6}, 16),
+    ("gradient_memory(quiet=0)", {"step": 1, "current_size": 8, "memory_usage": 0.9}, 4),
+    ("gradient_memory(quiet=0, smallest=0.5)", {"step": 1, "current_size": 0.9, "grad_norm": 99.0}, 0.5),
     ("gradient_memory(quiet=0)", {"step": 1, "current_size": 64, "grad_norm": 0.01}, 64),
     ("gradient_memory(quiet=0)", {"step": 1, "current_size": 1, "grad_norm": 99.0}, 1),
     ("gradient_memory(quiet=5)", {"step": 4, "current_size": 8, "grad_norm": 99.0}, 8),
@@ -154,6 +157,10 @@ TABLE = [  # schedule, signals, size
     ("norm_test(interval=1)", {"step": 1, "current_size": 8, "grad_variance": 40.0, "grad_norm": 2.0}, 10),
     ("norm_test(interval=1)", {"step": 1, "current_size": 8, "grad_variance": 4.0, "grad_norm": 2.0}, 8),
     ("norm_test(interval=1)", {"step": 1, "current_size": 8, "grad_variance": 4.0, "grad_norm": 0.0}, 8),
+    ("noise_scale(interval=1)", {"step": 1, "current_size": 4, "noise_scale": 12.0, "size_unit": 2.0}, 6),
+    ("norm_test(interval=1)", {"step": 1, "current_size": 3, "grad_variance": 40.0, "grad_norm": 2.0,
+                               "size_unit": 2.0}, 5),
+    ("cosine_target(interval=1)", {"step": 1, "current_size": 10, "grad_cosine": 0.81}, 10),
     ("cosine_target(interval=1)", {"step": 1, "current_size": 10, "grad_cosine": 0.5}, 11),
     ("cosine_target(interval=1)", {"step": 1, "current_size": 11, "grad_cosine": 0.9}, 10),
 ]
@@ -200,6 +207,9 @@ def test_memory_of_schedules_survives(make):
         "cosine_target(interval=2)",
         "loss_plateau(patience=4)",
         "gradient_memory(quiet=2, wait=1)",
+        "cabs(interval=2, c=30)",
+        "goodput(interval=2)",
+        "seesaw_noise(interval=2)",
     ],
 )
 def test_a_real_run_of_each(tmp_path, schedule):
@@ -224,5 +234,5 @@ def test_a_real_run_of_each(tmp_path, schedule):
     ]
     train.main(parse(arguments))
     sizes = [record["target_batch_size"] for record in records(tmp_path / "run")]
-    assert len(set(sizes)) > 1 or schedule.startswith(("loss_plateau", "norm_test"))
+    assert len(set(sizes)) > 1 or schedule.startswith(("loss_plateau", "norm_test", "seesaw_noise"))
     assert all(b <= 2 * a and 1 <= b <= 1024 for a, b in zip(sizes, sizes[1:], strict=False))

@@ -14,6 +14,7 @@ from transformers import get_scheduler
 
 from adaptive import scaling
 from adaptive.config import BadSetting, Batch, Optim
+from adaptive.optim import build_optimizer, set_step
 from adaptive.plan import Lengths, exact, plan_step
 from adaptive.schedules import decide, parse_schedule
 from adaptive.signals import KNOWN
@@ -201,7 +202,8 @@ def test_the_decay_ends_with_the_samples_whatever_the_sizes():
 
 @pytest.mark.parametrize("rule, ratio, factor", [
     ("none", 4.0, 1.0), ("linear", 4.0, 4.0), ("sqrt", 4.0, 2.0), ("power(0.75)", 16.0, 8.0),
-    ("power(p=0.5)", 0.25, 0.5), ("sqrt", 18 / 8, 1.5), ("sqrt()", 9.0, 3.0), ("linear", 0.5, 0.5),
+    ("power(p=0.5)", 0.25, 0.5), ("adascale", 4.0, 1.0), ("adascale", 0.25, 0.5),
+    ("sqrt", 18 / 8, 1.5), ("sqrt()", 9.0, 3.0), ("linear", 0.5, 0.5),
 ])  # fmt: skip
 def test_rules(rule, ratio, factor):
     """Mutation: sqrt and linear exchanged (by a factor 2 at ratio 4); `ratio ** 1/p` for power."""
@@ -240,7 +242,7 @@ def test_bad_decays_are_answered_in_one_line(name, kwargs, words):
 
 
 @pytest.mark.parametrize("rule", ["square", "power", "power(1, 2)", "power('a')", "sqrt(2)", "linear(2)",
- "power(5000)",
+ "power(5000)", "adascale(2, 3, 4)",
                                   "sqrt + 1", "", "lambda r: r"])  # fmt: skip
 def test_bad_rules_are_answered_in_one_line(rule):
     """Mutation: no trial call in `parse_rule`: "power" without a number fails at the first step, on every
@@ -255,6 +257,110 @@ def test_bad_rules_are_answered_in_one_line(rule):
         and "write" in message
         and "\n" not in message
     )
+
+
+@given(st.floats(0.05, 500), st.floats(0.5, 64), st.floats(0, 1e6))
+def test_the_gain_of_adascale(ratio, base, noise):
+    """(sigma^2 + mu^2) / (sigma^2 / S + mu^2), between 1 and S; its square root for Adam.
+
+    Mutation: the noise scale over M in both places (gain 1); S for the gain at any noise.
+    """
+    signal = 0.7
+    trace = noise * signal  # tr(S)
+    sigma, mu = trace / base, signal  # variance of a base step's gradient, squared mean
+    exact_gain = (sigma + mu) / (sigma / ratio + mu)
+    for optimizer, power in (("sgd", 1.0), ("adamw_torch", 0.5), ("adamw_torch_fused", 0.5)):
+        rule = scaling.parse_rule("adascale", optimizer)
+        assert rule.signals == {"noise_scale"}
+        assert rule(ratio, base, noise) == pytest.approx(exact_gain**power, rel=1e-9)
+        assert min(1.0, ratio) - 1e-9 <= rule(ratio, base, noise) ** (1 / power) <= max(1.0, ratio) + 1e-9
+        assert rule(1.0, base, noise) == pytest.approx(1.0)
+    assert scaling.parse_rule("sqrt").signals == set()
+
+
+# Adam's second moment
+
+ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-3, "learning_rate": 0.01}
+
+
+class ByHand:
+    """AdamW with the correction of equation (6), written out."""
+
+    def __init__(self, weights, optim: Optim):
+        self.w, self.optim = weights.clone(), optim
+        self.m = self.v = torch.zeros_like(weights)
+        self.t, self.product = 0, 1.0
+
+    def step(self, gradient, rate: float, ratio: float):
+        beta1, beta2 = self.optim.adam_beta1, self.optim.adam_beta2**ratio
+        self.t, self.product = self.t + 1, self.product * beta2
+        self.w = self.w * (1 - rate * self.optim.weight_decay)
+        self.m = beta1 * self.m + (1 - beta1) * gradient
+        self.v = beta2 * self.v + (1 - beta2) * gradient**2
+        root = (self.v / (1 - self.product)).sqrt()
+        self.w = self.w - rate * self.m / (1 - beta1**self.t) / (root + self.optim.adam_epsilon)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused"])
+def test_half_life_is_adam_with_the_product_of_its_betas(name):
+    """60 updates of sizes from 1 to 64 samples, base 8, two groups, fp64: by hand, and after a resume.
+
+    Mutations: the factor on the rate left out (2e-1); epsilon or weight decay as configured (1e-3, 1e-4);
+    the product of the betas counted before the update.
+    """
+    optim = Optim(optim=name, weight_decay=0.1, beta_scaling="half_life", **ADAM)
+    draw = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(5, 3).double()
+    weights = [model.weight.detach().clone(), model.bias.detach().clone()]
+    plain = Optim(**ADAM)
+    by_hand = [ByHand(weights[0], optim), ByHand(weights[1], plain)]  # biases do not decay
+    optimizer, product = build_optimizer(model, optim), 1.0
+    for t, size in enumerate(islice(cycle([1, 64, 3.5, 8, 20, 1, 1]), 60)):
+        ratio, rate = size / 8, 0.01 * (1 + t % 3)
+        moment = scaling.second_moment(optim, ratio, product, t)
+        set_step(optimizer.param_groups, optim, rate, moment)
+        gradients = [torch.randn(w.shape, generator=draw, dtype=torch.float64) for w in weights]
+        for parameter, gradient, hand in zip(model.parameters(), gradients, by_hand, strict=True):
+            parameter.grad = gradient
+            hand.step(gradient, rate, ratio)
+        optimizer.step()
+        product *= moment.beta2
+        if t == 30:  # stopped and resumed
+            held = optimizer.state_dict()
+            optimizer = build_optimizer(model, optim)
+            optimizer.load_state_dict(held)
+    for parameter, hand in zip(model.parameters(), by_hand, strict=True):
+        assert parameter.detach().numpy() == pytest.approx(
+            hand.w.numpy(), rel=1e-9 if "fused" in name else 1e-12
+        )
+
+
+def test_the_second_moment_forgets_by_samples():
+    """A constant g^2, then another: after 640 samples the old one counts the same at size 1 and at size 64.
+
+    Mutation: beta2 ** (base / M); beta2 at every update (0.53 against 0.99).
+    """
+    optim, left = Optim(beta_scaling="half_life", **ADAM), {}
+    for size in (1, 8, 64):
+        left[size] = 1.0
+        for update in range(640 // size):
+            left[size] *= scaling.second_moment(optim, size / 8, left[size], update).beta2
+    assert left[1] == pytest.approx(left[64], rel=1e-9) == pytest.approx(0.99 ** (640 / 8), rel=1e-9)
+
+
+def test_the_bias_correction_is_exact_from_the_first_update():
+    """Of a constant gradient the corrected second moment is g^2 after every update, whatever the sizes.
+
+    Mutation: torch's 1 - beta2^t: at t = 201, grown by 8, the update is 2 times too large.
+    """
+    optim, v, product = Optim(beta_scaling="half_life", **ADAM), 0.0, 1.0
+    sizes = [8.0] * 200 + [64.0, 1.0, 64.0, 0.3]
+    for t, size in enumerate(sizes):
+        moment = scaling.second_moment(optim, size / 8, product, t)
+        v, product = moment.beta2 * v + (1 - moment.beta2) * 9.0, product * moment.beta2
+        torchs = 1 - moment.beta2 ** (t + 1)
+        assert v / (torchs * moment.factor**2) == pytest.approx(9.0, rel=1e-9)
+    assert scaling.second_moment(Optim(), 8.0, 0.5, 3) == scaling.SecondMoment(0.999, 1.0)
 
 
 # Seesaw

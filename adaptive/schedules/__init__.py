@@ -28,6 +28,12 @@ from adaptive.schedules import feedback, open_loop
 from adaptive.schedules.literal import parse_call
 from adaptive.state import RunState
 
+# Signals that are known without running a step: a schedule of these alone is open-loop and can be planned.
+PROGRESS = {
+    "step", "updates", "current_size", "initial_size", "samples", "epoch", "train_coverage", "learning_rate",
+    "lr_decay", "world_size", "size_unit",
+}  # fmt: skip
+
 
 class Schedule:
     """A callable with the names of the signals it wants.
@@ -90,7 +96,22 @@ def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
     settings = config.flat()
     for flag, value in schedule.needs.items():
         if settings[flag] != value:
-            raise BadSetting(f"the schedule {schedule.name} needs --{flag} {value}; it is {settings[flag]}")
+            how = (
+                f"needs --{flag} {value}; it is"
+                if value is not None
+                else f"has no use for --{flag}, which is"
+            )
+            raise BadSetting(f"the schedule {schedule.name} {how} {settings[flag]}")
+    measured = sorted(schedule.signals - PROGRESS)
+    if config.run.dry_run and config.optim.lr_scaling.startswith("adascale"):
+        raise BadSetting(
+            "--dry_run: --lr_scaling adascale follows the noise scale, which only a run measures"
+        )
+    if config.run.dry_run and measured:
+        raise BadSetting(
+            f"--dry_run: the schedule {schedule.name} follows {', '.join(measured)}, which only a run "
+            "measures; run it (a few --max_steps), or plan a run that was made with 'replay(\"RUN_DIR\")'"
+        )
     return schedule
 
 
@@ -213,6 +234,7 @@ def decide(
     step = state.step + 1
     answer: Any = state.initial_size
     if state.step:
+        signals = signals | {"size_unit": float(global_size(1.0, batch, state.world_size))}
         try:
             answer = schedule.call(signals, otherwise=state.size)
         except Exception as error:
@@ -281,9 +303,13 @@ SCHEDULES: dict[str, Callable] = {
     "exponential": open_loop.exponential,
     "cosine": open_loop.cosine,
     "seesaw": open_loop.seesaw,
+    "replay": open_loop.replay,
     "gradient_memory": feedback.gradient_memory,
     "noise_scale": feedback.noise_scale,
+    "seesaw_noise": feedback.seesaw_noise,
     "norm_test": feedback.norm_test,
     "cosine_target": feedback.cosine_target,
     "loss_plateau": feedback.loss_plateau,
+    "cabs": feedback.cabs,
+    "goodput": feedback.goodput,
 }

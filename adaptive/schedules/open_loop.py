@@ -7,9 +7,15 @@ constructor. A schedule with `start` decides the first size itself.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from adaptive.config import warn
+from adaptive.plan import exact
 
 SUFFIXES = {"": 1, "K": 1_000, "M": 1_000_000, "B": 1_000_000_000}
 
@@ -97,3 +103,71 @@ class cosine(ramp):  # noqa: N801
 
     def curve(self, p):
         return self.start + (self.end - self.start) * 0.5 * (1 - math.cos(math.pi * p))
+
+
+class replay:  # noqa: N801
+    """The sizes of another run again, step by step: what a feedback schedule decided, without its feedback.
+
+    Reads RUN_DIR/metrics.jsonl, written by any number of processes. The recorded targets are asked for, so
+    that the same rounding gives the same realised sizes, weights included; where they alone do not lead
+    there (sizes drawn by --participation), the realised sizes are asked for, without the empty steps. After
+    the last recorded step its size stays, with a warning.
+    """
+
+    needs = {"per_device_train_batch_size": None}  # noqa: RUF012 (records are global)
+
+    def __init__(self, run_dir: str):
+        self.run_dir = run_dir
+        records = _train_records(Path(run_dir))
+        targets = [record["target_batch_size"] for record in records]
+        realised = [record["batch_size"] for record in records if record["batch_size"]]
+        self.sizes = [float(size) for size in (targets if _round_to(records) else realised)]
+        if not realised:
+            raise ValueError(f"no step of {run_dir} ran a sample; nothing to replay")
+
+    def __call__(self, step):
+        if step == len(self.sizes):
+            warn(f"replay({self.run_dir!r}) has {step} steps and ends here; its last size stays")
+        return self.sizes[min(step, len(self.sizes) - 1)]
+
+    @property
+    def start(self):
+        return self.sizes[0]
+
+
+def _train_records(folder: Path) -> list[dict]:
+    """Of every step of a run with one source; a line that a kill cut short does not count."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError):
+        raise ValueError(
+            f"{folder} has no metrics.jsonl that can be read; write the output_dir of a run"
+        ) from None
+    try:
+        parsed = [json.loads(line) for line in lines if line.endswith("\n")]
+        records = [record for record in parsed if record["kind"] == "train"]
+        steps = [record["step"] for record in records]
+        several = any(len({place[0] for place in record["positions"]}) > 1 for record in records)
+        sound = all(record["target_batch_size"] > 0 and record["batch_size"] >= 0 for record in records)
+    except (ValueError, KeyError, TypeError, IndexError):
+        steps, sound = [], False
+    if not sound:
+        raise ValueError(f"{folder}/metrics.jsonl is not the record of a run of train.py")
+    if not steps or steps != list(range(1, len(steps) + 1)):
+        told = f"{len(steps)} of them, not all from 1 on" if steps else "none"
+        raise ValueError(f"{folder}/metrics.jsonl has not the steps of a whole run ({told})")
+    if several:
+        raise ValueError(f"{folder} has several sources; replay knows one size a step")
+    return records
+
+
+def _round_to(records: list[dict]) -> bool:
+    """Whether carrying the rest from step to step leads from the targets to the realised sizes."""
+    carry = Fraction(0)
+    for record in records:
+        carry += exact(record["target_batch_size"])
+        n = carry // 1
+        if record["batch_size"] > n or (record["batch_size"] < n and record["carry"]):
+            return False
+        carry = Fraction(0) if record["batch_size"] < n else carry - n
+    return True

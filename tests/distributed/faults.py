@@ -218,7 +218,7 @@ def one_step(engine, task, numbers, micro, mode, weight=None):
 
 def whole(engine) -> dict[str, torch.Tensor]:
     """Every weight, gathered (on stage 3 the other ranks have their parts: the sums suffice there)."""
-    return {name: tensor.detach().float().clone() for name, tensor in engine._whole_state().items()}
+    return {name: tensor.detach().float().clone() for name, tensor in engine.whole_state().items()}
 
 
 def held(engine) -> list[torch.Tensor]:
