@@ -532,6 +532,12 @@ def _convert(source: Path, target: Path) -> None:
         )
 
 
+def zero_stage() -> int:
+    """The running engine's ZeRO stage; 0 without DeepSpeed."""
+    plugin = AcceleratorState().deepspeed_plugin if AcceleratorState._shared_state else None
+    return plugin.zero_stage if plugin is not None else 0
+
+
 @contextlib.contextmanager
 def weights_drawn_whole() -> Iterator[None]:
     """Under ZeRO-3 transformers splits weights while it draws them, and draws others; here it does not.
