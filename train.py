@@ -62,7 +62,7 @@ def main(config: Config) -> RunState:
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
     wanted = signals.wanted(schedule.signals | rule.signals, config.output.track)
-    engine.prepare(model, build_optimizer(model, optim), wanted)
+    engine.prepare(model, build_optimizer(model, optim, engine.stage), wanted)
     data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
 
     lengths = Lengths(data.lengths, exact(run.num_train_epochs), run.max_samples, run.max_steps)

@@ -49,13 +49,17 @@ class Data:
     """What it is trained on."""
 
     task: str = "causal_lm"
-    """causal_lm, classification, or your own class as "my_task.py:MyTask" (name)."""
+    """causal_lm, masked_lm, seq2seq, classification, or your own class as "my_task.py:MyTask" (name)."""
     dataset_name: Annotated[str, tyro.conf.arg(aliases=["--dataset"])] = "stdlib"
     """stdlib, a hub name, a save_to_disk folder, or a csv, json, jsonl, parquet or text file (name)."""
     dataset_config_name: str | None = None
     """Configuration of a hub dataset (name)."""
     text_column: str | None = None
     """Column with the text; by default "text", or the only text column (name)."""
+    target_column: str | None = None
+    """Column with the text to write (seq2seq); by default "target", or the only other text column (name)."""
+    source_prefix: str = ""
+    """Put before every text of seq2seq, e.g. "translate English to German: " (text)."""
     label_column: str | None = None
     """Column with the class; by default "label" (name)."""
     eval_dataset: str | None = None
@@ -64,6 +68,14 @@ class Data:
     """Held out for validation where the dataset has no split of its own (share of rows or files)."""
     sequence_length: int = 128
     """Longest sample (tokens)."""
+    max_target_length: int | None = None
+    """Longest text to write (seq2seq); by default --sequence_length (tokens)."""
+    packing: Literal["stream", "documents", "none"] | None = None
+    """A row of causal_lm: texts joined and cut at --sequence_length; whole documents that do not see each
+    other; or one document. By default stream for texts, none for conversations (policy).
+    """
+    mlm_probability: float = 0.15
+    """Tokens that masked_lm hides and asks for (share of tokens)."""
     dataloader_num_workers: int = 0
     """Worker processes that read this process's next samples ahead; 0 reads in the loop (processes)."""
 
@@ -172,6 +184,12 @@ class Optim:
     """Clip the step's gradient to this norm on every engine; 0: no clipping (gradient norm)."""
     max_skipped: int = 10
     """Stop with an error after more non-finite steps in a row than this (steps)."""
+    layer_lr_decay: float = 1.0
+    """Factor of the learning rate from each layer to the one below; 1: all alike (per layer)."""
+    grad_anomaly: float = 1e5
+    """Steps with a larger gradient norm before clipping are reported (gradient norm)."""
+    label_smoothing_factor: float = 0.0
+    """Share of the target that goes to all words alike, in training only (share, 0 to 1)."""
 
 
 @dataclass
@@ -272,7 +290,7 @@ INSTEAD = {
 ABOVE_ZERO = {
     "batch_size", "per_device_train_batch_size", "max_batch_size", "base_batch_size", "micro_batch_size",
     "samples_per_pass", "num_train_epochs", "max_samples", "sequence_length", "per_device_eval_batch_size",
-    "keep_last",
+    "keep_last", "max_target_length", "layer_lr_decay", "grad_anomaly",
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
@@ -358,6 +376,9 @@ def check(config: Config) -> Config:
         )
     if not 0 < data.eval_share < 1:
         raise BadSetting(f"--eval_share is {data.eval_share}; write a share between 0 and 1, such as 0.1")
+    for name in ("mlm_probability", "label_smoothing_factor"):
+        if not 0 <= settings[name] < 1:
+            raise BadSetting(f"--{name} is {settings[name]}; write a share of at least 0 and below 1")
     if optim.warmup_ratio > 1:
         raise BadSetting(f"--warmup_ratio is {optim.warmup_ratio}; write a share of the run between 0 and 1")
     if optim.warmup_samples is not None and optim.warmup_ratio:

@@ -1,10 +1,11 @@
-"""dataset name -> raw training and validation rows: columns "text" and, where there are classes, "label".
+"""dataset name -> raw training and validation rows: columns "text" and, where there are, "label" or "target".
 
 A name is stdlib, a local folder or file, or a hub name: `_splits` finds out which, the rest is the same for
 all.
 To add a file type: an entry in BUILDERS. To add a built-in dataset: a case in `_splits`.
 """
 
+import ast
 import contextlib
 import glob
 import hashlib
@@ -41,24 +42,31 @@ class Corpus:
     """Rows as they were written; what a sample is, a task decides."""
 
     train: datasets.Dataset
-    """Columns "text" (str) and, where there are classes, "label" (ClassLabel with names); others as found."""
+    """Columns "text" (str), where there are classes "label" (ClassLabel with names), where asked for "target"
+    (str); others as found. Conversations have "messages" instead.
+    """
     eval: datasets.Dataset | None
     """The same columns; None only where one row leaves nothing to hold out."""
     label_names: list[str] | None
     """Names of the classes in the order of their ids; None without classes."""
 
 
-def load_corpus(data: Data, seed: int, trust_remote_code: bool = False, need_labels: bool = False) -> Corpus:
+def load_corpus(
+    data: Data, seed: int, trust_remote_code: bool = False, need_labels: bool = False,
+    need_target: bool = False, messages: bool = False,
+) -> Corpus:  # fmt: skip
     """Load --dataset_name, and --eval_dataset, else its validation or test split, else a held-out share.
 
     A missing text becomes "", so that row numbers stay those of the file; a row of a txt file is a line. A
-    column "label" nobody asked for stays as it is where it holds no classes. `trust_remote_code` changes
-    nothing: `datasets` >= 4 runs no code of a dataset. Raises BadSetting for all that the user can correct.
+    column "label" nobody asked for stays as it is where it holds no classes. With `messages` a column of that
+    name is taken for conversations. `trust_remote_code` changes nothing: `datasets` >= 4 runs no code of a
+    dataset. Raises BadSetting for all that the user can correct.
     """
+    needs = {"need_labels": need_labels, "need_target": need_target, "messages": messages}
     datasets.disable_progress_bars()  # what is printed is report.py's choice
     name, share = data.dataset_name, data.eval_share
     train, others = _train_split(_splits(name, data.dataset_config_name, share), name)
-    train, label_names = _columns(train, name, data, need_labels)
+    train, label_names = _columns(train, name, data, **needs)
     if data.eval_dataset is not None:
         held_name = data.eval_dataset
         config_name = data.dataset_config_name if held_name == name else None
@@ -67,7 +75,7 @@ def load_corpus(data: Data, seed: int, trust_remote_code: bool = False, need_lab
         held_name, held = f"{name} ({split})", others[split]
     else:
         return Corpus(*_hold_out(train, share, seed), label_names)
-    return Corpus(train, _columns(held, held_name, data, need_labels, label_names)[0], label_names)
+    return Corpus(train, _columns(held, held_name, data, label_names, **needs)[0], label_names)
 
 
 def stdlib_pieces(corpus: Corpus, characters: int) -> Corpus:
@@ -83,6 +91,16 @@ def stdlib_pieces(corpus: Corpus, characters: int) -> Corpus:
     return Corpus(train, held, corpus.label_names)
 
 
+def stdlib_functions(corpus: Corpus) -> Corpus:
+    """Every documented function of the files: "text" its source without the docstring, "target" that one's
+    first paragraph; cached on disk.
+    """
+    settings = {"batched": True, "fn_kwargs": {"version": VERSION}}
+    settings["remove_columns"] = corpus.train.column_names
+    train = corpus.train.map(_functions, **settings)
+    return Corpus(train, None if corpus.eval is None else corpus.eval.map(_functions, **settings), None)
+
+
 def fingerprint(dataset: datasets.Dataset) -> str:
     """Return 16 hex digits of the row count, the class names, and up to 100 evenly spread rows.
 
@@ -91,7 +109,8 @@ def fingerprint(dataset: datasets.Dataset) -> str:
     """
     n = len(dataset)
     rows = np.linspace(0, n - 1, min(n, 100)).astype(int).tolist()
-    sample = dataset.select_columns([c for c in ("text", "label") if c in dataset.column_names])[rows]
+    told = ("text", "label", "target", "messages")
+    sample = dataset.select_columns([c for c in told if c in dataset.column_names])[rows]
     message = json.dumps([n, getattr(dataset.features.get("label"), "names", None), sample], default=str)
     return hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
 
@@ -156,32 +175,47 @@ def _train_split(splits: dict, name: str) -> tuple[datasets.Dataset, dict[str, d
 
 
 def _columns(
-    ds: datasets.Dataset, name: str, data: Data, need_labels: bool, label_names: list[str] | None = None
-) -> tuple[datasets.Dataset, list[str] | None]:
-    """Return the rows with the chosen columns called text and label, and the class names."""
+    ds: datasets.Dataset, name: str, data: Data, label_names: list[str] | None = None, *,
+    need_labels: bool, need_target: bool, messages: bool,
+) -> tuple[datasets.Dataset, list[str] | None]:  # fmt: skip
+    """Return the rows with the chosen columns called text, label and target, and the class names."""
     if not len(ds):
         raise BadSetting(f"dataset {name} has no rows; write one that has")
+    if messages and "messages" in ds.column_names and data.text_column in (None, "messages"):
+        return ds.select_columns(["messages"]).with_format(None), None
+    ds = (
+        ds.flatten() if need_target else ds
+    )  # {"translation": {"en": ..., "de": ...}} is "translation.en" ...
     has = f"dataset {name} has the columns {', '.join(ds.column_names)}"
     label = data.label_column or ("label" if "label" in ds.column_names else None)
     if label not in ds.column_names and (label or need_labels):
         raise BadSetting(f"{has}, no {label or 'label'}; write the one with the class as --label_column")
-    dtypes = {column: getattr(kind, "dtype", None) for column, kind in ds.features.items()}
-    free = [c for c in ds.column_names if dtypes[c] in ("string", "large_string") and c != label]
-    text = data.text_column or ("text" if "text" in free else free[0] if len(free) == 1 else None)
-    if text not in free:
-        problem = f"{text} is not one with text" if text else f"{len(free)} of them with text"
-        raise BadSetting(f"{has}, {problem}; write one of strings as --text_column")
-    names = {text: "text", label: "label"} if label else {text: "text"}
+    names = {label: "label"} if label else {}
+    if need_target:
+        names |= {_text_column(ds, has, data.target_column, "target", label): "target"}
+    names |= {_text_column(ds, has, data.text_column, "text", *names): "text"}
     ds = ds.remove_columns([c for c in names.values() if c in ds.column_names and c not in names])
     ds = ds.rename_columns({old: new for old, new in names.items() if old != new}).with_format(None)
-    if ds.data.column("text").null_count:
-        ds = ds.map(_without_none, input_columns="text", batched=True)
+    for column in sorted({"text", "target"} & set(names.values())):
+        if ds.data.column(column).null_count:
+            ds = ds.map(_without_none, input_columns=column, batched=True, fn_kwargs={"column": column})
     try:
         return _encode(ds, f"dataset {name}, column {label}", label_names) if label else (ds, None)
     except BadSetting:
         if need_labels or data.label_column:
             raise
         return ds, None
+
+
+def _text_column(ds: datasets.Dataset, has: str, asked: str | None, usual: str, *taken: str | None) -> str:
+    """Return the column of strings that was asked for, or has the usual name, or is the only one left."""
+    dtypes = {column: getattr(kind, "dtype", None) for column, kind in ds.features.items()}
+    free = [c for c in ds.column_names if dtypes[c] in ("string", "large_string") and c not in taken]
+    column = asked or (usual if usual in free else free[0] if len(free) == 1 else None)
+    if column not in free:
+        problem = f"{column} is not one with text" if column else f"{len(free)} of them with text"
+        raise BadSetting(f"{has}, {problem}; write one of strings as --{usual}_column")
+    return column
 
 
 def _encode(ds: datasets.Dataset, what: str, names: list[str] | None) -> tuple[datasets.Dataset, list[str]]:
@@ -267,8 +301,8 @@ def _source_rows(root: str, files: tuple[tuple[str, str], ...], version: tuple[i
         yield {"text": text, "path": file, "label": file.split("/")[0]}
 
 
-def _without_none(texts: list[str | None]) -> dict[str, list[str]]:
-    return {"text": ["" if text is None else text for text in texts]}
+def _without_none(texts: list[str | None], column: str = "text") -> dict[str, list[str]]:
+    return {column: ["" if text is None else text for text in texts]}
 
 
 def _cut(rows: dict[str, list], characters: int, version: int) -> dict[str, list]:
@@ -281,3 +315,17 @@ def _cut(rows: dict[str, list], characters: int, version: int) -> dict[str, list
     ]
     pieces = {name: [column[row] for row, _ in kept] for name, column in rows.items()}
     return pieces | {"text": [piece for _, piece in kept]}
+
+
+def _functions(rows: dict[str, list], version: int) -> dict[str, list]:
+    """Return source and docstring of the functions of a batch of files; what is no Python is left out."""
+    sources, told = [], []
+    for text in rows["text"]:
+        with contextlib.suppress(SyntaxError):
+            for node in ast.walk(ast.parse(text)):
+                words = isinstance(node, ast.FunctionDef) and ast.get_docstring(node)
+                if words and len(node.body) > 1:
+                    node.body = node.body[1:]
+                    sources.append(ast.unparse(node))
+                    told.append(" ".join(words.split("\n\n")[0].split()))
+    return {"text": sources, "target": told}

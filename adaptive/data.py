@@ -50,9 +50,10 @@ class Source:
         if not len(positions):
             return [], []
         indices = self._indices(positions)
-        if not self.workers:
-            return fetch(self.dataset, indices), indices.tolist()
-        return [self._read(int(position)) for position in positions], indices.tolist()
+        rows = [self._read(int(p)) for p in positions] if self.workers else fetch(self.dataset, indices)
+        if "position" in rows[0]:  # for tasks whose rows are drawn (tasks/__init__.py)
+            rows = [row | {"position": int(p)} for row, p in zip(rows, positions, strict=True)]
+        return rows, indices.tolist()
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
         """`order.indices` (k,); those of this rank's next AT_ONCE positions are computed at once and kept."""

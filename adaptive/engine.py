@@ -50,6 +50,7 @@ TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 class Engine(Agreement):
     """One process, or DistributedDataParallel."""
 
+    stage = 0  # of ZeRO
     sharded = False  # whether squared_norm() is this rank's part of a sum over ranks
 
     @classmethod

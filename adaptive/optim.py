@@ -6,6 +6,7 @@ scheduler object: one that accelerate prepares would advance once per process.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import torch
@@ -15,25 +16,83 @@ from adaptive.scaling import SecondMoment
 from adaptive.schedules.literal import parse_call
 
 
-def build_optimizer(model: torch.nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """--optim over two groups: matrices decay, biases and norms do not."""
-    if optim.optim not in OPTIMIZERS:
-        raise BadSetting(f"--optim is {optim.optim!r}; write one of {', '.join(OPTIMIZERS)}")
-    _, arguments, settings = parse_call(f"{optim.optim}({optim.optim_args})", "--optim_args")
+def build_optimizer(model: torch.nn.Module, optim: Optim, zero_stage: int = 0) -> torch.optim.Optimizer:
+    """--optim over groups: matrices decay, biases and norms do not; with --layer_lr_decay by layer."""
+    name = optim.optim
+    if name not in OPTIMIZERS:
+        raise BadSetting(f"--optim is {name!r}; write one of {', '.join(OPTIMIZERS)}")
+    if name in WHOLE_TENSORS and zero_stage:
+        raise BadSetting(
+            f"--optim {name} looks at whole tensors, which ZeRO-{zero_stage} cuts into flat pieces; write "
+            "adamw_torch, or start with accelerate_configs/ddp.yaml"
+        )
+    _, arguments, settings = parse_call(f"{name}({optim.optim_args})", "--optim_args")
     try:
-        return OPTIMIZERS[optim.optim](parameter_groups(model, optim.weight_decay), optim, **settings)
+        return OPTIMIZERS[name](
+            parameter_groups(model, optim.weight_decay, optim.layer_lr_decay), optim, **settings
+        )
     except (TypeError, ValueError) as error:
-        raise BadSetting(f"--optim_args {optim.optim_args!r} does not fit {optim.optim}: {error}") from None
+        if isinstance(error, BadSetting):
+            raise
+        raise BadSetting(f"--optim_args {optim.optim_args!r} does not fit {name}: {error}") from None
 
 
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """[{"params", "weight_decay"}]: tensors of two or more dimensions first, then the others."""
-    groups: list[dict] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
-    for parameter in model.parameters():
+def parameter_groups(model: torch.nn.Module, weight_decay: float, layer_decay: float = 1.0) -> list[dict]:
+    """[{"params", "weight_decay"}]: tensors of two or more dimensions first, then the others.
+
+    With a `layer_decay` below 1 a pair for each layer, with "lr_factor": layer_decay ** (layers above it).
+    """
+    depths = depths_below_the_top(model) if layer_decay != 1 else {}
+    groups: dict[tuple[int, bool], dict] = {}
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 keeps the real shape aside
-            groups[len(shape) < 2]["params"].append(parameter)
-    return [group for group in groups if group["params"]]
+            key = (depths.get(name, 0), len(shape) < 2)
+            if key not in groups:
+                groups[key] = {"params": [], "weight_decay": 0.0 if key[1] else weight_decay}
+                if depths:
+                    groups[key]["lr_factor"] = layer_decay ** key[0]
+            groups[key]["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+def depths_below_the_top(model: torch.nn.Module) -> dict[str, int]:
+    """Parameter name -> layers above it: 0 for a head, 1 for the last layer, L + 1 for the embeddings.
+
+    Layers are the entries of the outermost ModuleList around a parameter, so that this holds for any
+    architecture of transformers; an encoder and a decoder are counted each from its own top.
+    """
+    stacks = {name: len(m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    outermost = {s: n for s, n in stacks.items() if not any(s.startswith(f"{o}.") for o in stacks)}
+    if not outermost:
+        raise BadSetting("--layer_lr_decay needs a model with a list of layers; write 1.0")
+    get_input = getattr(model, "get_input_embeddings", lambda: None)
+    get_output = getattr(model, "get_output_embeddings", lambda: None)
+    read = {id(p) for p in get_input().parameters()} if get_input() is not None else set()
+    written = {id(p) for p in get_output().parameters()} if get_output() is not None else set()
+    depths = {}
+    for name, parameter in model.named_parameters():
+        stack = next((s for s in outermost if name.startswith(f"{s}.")), None)
+        if stack is not None:
+            depths[name] = outermost[stack] - int(name[len(stack) + 1 :].split(".")[0])
+        elif id(parameter) in read or (_embeds(model, name) and id(parameter) not in written):
+            depths[name] = max(outermost.values()) + 1
+        else:
+            depths[name] = 0
+    return depths
+
+
+def _embeds(model: torch.nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Embedding) or "embed" in name
+
+
+def _torch(name: str, **fixed) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer of torch's without betas of its own."""
+
+    def build(groups: list[dict], optim: Optim, **settings) -> torch.optim.Optimizer:
+        return getattr(torch.optim, name)(groups, lr=optim.learning_rate, **fixed | settings)
+
+    return build
 
 
 def set_step(groups: list[dict], optim: Optim, rate: float, moment: SecondMoment | None) -> None:
@@ -53,18 +112,48 @@ def set_step(groups: list[dict], optim: Optim, rate: float, moment: SecondMoment
 
 
 def _adamw(groups: list[dict], optim: Optim, **settings) -> torch.optim.Optimizer:
-    betas = (optim.adam_beta1, optim.adam_beta2)
-    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=betas, eps=optim.adam_epsilon, **settings)
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, **_adam_settings(optim) | settings)
 
 
+def _adam_settings(optim: Optim) -> dict:
+    return {"betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_epsilon}
+
+
+def _from(
+    module: str, name: str, package: str, adam: bool = False, **fixed
+) -> Callable[..., torch.optim.Optimizer]:
+    """An optimizer of another library, imported when it is asked for; `adam`: takes --adam_*."""
+
+    def build(groups: list[dict], optim: Optim, **settings) -> torch.optim.Optimizer:
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except ImportError as error:
+            raise BadSetting(
+                f"--optim {optim.optim} needs a package; pip install {package} ({error})"
+            ) from None
+        told = _adam_settings(optim) if adam else {}
+        return kind(groups, lr=optim.learning_rate, **told | fixed | settings)
+
+    return build
+
+
+# Names of transformers.TrainingArguments where it has one for the same thing.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw_torch": _adamw,
     "adamw_torch_fused": lambda groups, optim, **settings: _adamw(groups, optim, fused=True, **settings),
-    "sgd": lambda groups, optim, **settings: torch.optim.SGD(groups, lr=optim.learning_rate, **settings),
-    "adagrad": lambda groups, optim, **settings: torch.optim.Adagrad(
-        groups, lr=optim.learning_rate, **settings
-    ),
-    "rmsprop": lambda groups, optim, **settings: torch.optim.RMSprop(
-        groups, lr=optim.learning_rate, **settings
-    ),
-}
+    "sgd": _torch("SGD"),
+    "adagrad": _torch("Adagrad"),
+    "rmsprop": _torch("RMSprop"),
+    "adafactor": _from("transformers.optimization", "Adafactor", "transformers", relative_step=False,
+                       scale_parameter=False),
+    "adamw_8bit": _from("bitsandbytes.optim", "AdamW8bit", "bitsandbytes", adam=True),
+    "paged_adamw_8bit": _from("bitsandbytes.optim", "PagedAdamW8bit", "bitsandbytes", adam=True),
+    "lion_8bit": _from("bitsandbytes.optim", "Lion8bit", "bitsandbytes"),
+    "lion": _from("pytorch_optimizer", "Lion", "pytorch_optimizer"),
+    "lamb": _from("pytorch_optimizer", "Lamb", "pytorch_optimizer", adam=True, max_grad_norm=0.0),
+    "lars": _from("pytorch_optimizer", "LARS", "pytorch_optimizer"),
+}  # fmt: skip
+OPTIMIZERS["adamw_bnb_8bit"] = OPTIMIZERS["adamw_8bit"]
+OPTIMIZERS["lion_32bit"] = OPTIMIZERS["lion"]
+# Their update of one number depends on its whole row, column or tensor.
+WHOLE_TENSORS = {"adafactor", "lamb", "lars"}

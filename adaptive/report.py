@@ -154,6 +154,9 @@ class Report:
             self.last = record
             if record.get("skipped") not in (None, "empty"):
                 self.screen.line(f"step {record['step']} skipped: {record['skipped']}", "yellow")
+            if (record.get("grad_norm") or 0) > self.config.optim.grad_anomaly:
+                told = f"step {record['step']}: gradient norm {record['grad_norm']:.3g} before clipping"
+                self.screen.line(f"{told}, above --grad_anomaly", "yellow")
             self.screen.move(record, self._seconds_left(record))
             if due:
                 self._log()

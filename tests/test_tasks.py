@@ -140,7 +140,7 @@ def test_a_hub_name_without_network_and_a_wrong_folder_are_one_line(tmp_path):
 
 def test_packing_keeps_every_token():
     """Mutation: the last row dropped, or the end token between documents left out."""
-    from adaptive.tasks.causal_lm import pack
+    from adaptive.tasks.packing import pack
 
     packed = pack(datasets.Dataset.from_dict({"text": TEXTS}), ByT5Tokenizer(), 50)
     tokens = [int(token) for row in packed for token in row["input_ids"]]
@@ -164,7 +164,7 @@ def test_collate_pads_and_counts():
 
 
 def test_unknown_task_names_the_known_ones(tmp_path):
-    with pytest.raises(BadSetting, match="causal_lm, classification"):
+    with pytest.raises(BadSetting, match="causal_lm, masked_lm, seq2seq, classification"):
         load_task("translation")
     (tmp_path / "mine.py").write_text("class Mine: pass\n")
     with pytest.raises(BadSetting, match="it has Mine"):

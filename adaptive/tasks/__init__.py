@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from adaptive.config import BadSetting, Config
 from adaptive.engine import weights_drawn_whole
@@ -32,9 +33,15 @@ class Loaded:
 
 
 class Task:
-    """Defaults for everything but `load`, `model` and `loss_sum`."""
+    """Defaults for everything but `load`, `model` and `loss_sum`.
+
+    Rows with a column `position` get there, while training, their place in the endless order (in evaluation
+    it stays as loaded): a task whose rows are drawn (masked_lm) draws from it, so that no draw depends on who
+    computes the row.
+    """
 
     normalize_by = "samples"  # what weighs equally inside a step, unless --normalize_by says otherwise
+    label_smoothing = 0.0  # --label_smoothing_factor, set by the `load` of tasks that know it
     pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}  # noqa: RUF012 (column -> value of padding)
 
     def load(self, config: Config) -> Loaded:
@@ -74,6 +81,18 @@ class Task:
     def signals(self) -> dict[str, float | None]:
         """Numbers of the task's own that a schedule may name; equal on all processes, None before `load`."""
         return {}
+
+
+def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """(rows, length, words), (rows, length) -> (rows,) cross-entropy summed over labels other than -100.
+
+    With smoothing e a token's loss is (1 - e) nll + e (mean of -log p over all words), as in transformers.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as transformers' own losses
+    losses = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none", label_smoothing=smoothing
+    )
+    return losses.view(labels.shape).sum(dim=1)
 
 
 def load_task(name: str) -> Task:
@@ -147,5 +166,7 @@ def _stack(values: list[Any], padding: float) -> torch.Tensor:
 
 TASKS = {
     "causal_lm": "adaptive.tasks.causal_lm:CausalLM",
+    "masked_lm": "adaptive.tasks.masked_lm:MaskedLM",
+    "seq2seq": "adaptive.tasks.seq2seq:Seq2Seq",
     "classification": "adaptive.tasks.classification:Classification",
 }

@@ -1,4 +1,6 @@
-"""Text -> next-token prediction: packed sequences, loss over every token but the first of each."""
+"""Text or conversations -> next-token prediction: loss over every token but the first of a row, or over
+answers alone.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from adaptive.config import Config
+from adaptive.config import BadSetting, Config
 from adaptive.corpus import fingerprint, load_corpus
-from adaptive.tasks import Loaded, Task, build_model, build_tokenizer
+from adaptive.tasks import Loaded, Task, build_model, build_tokenizer, chat, token_loss_sum
+from adaptive.tasks.packing import bundle, pack, split
 
 _BYTES = {
     "vocab_size": 384,
@@ -32,20 +35,32 @@ PRESETS = {
 
 
 class CausalLM(Task):
-    """Rows have input_ids (length,), and labels where not every token is supervised."""
+    """Rows have input_ids (length,), labels where not every token is supervised, position_ids where several
+    documents share one.
+    """
 
     normalize_by = "tokens"
 
     def load(self, config: Config) -> Loaded:
-        corpus = load_corpus(config.data, config.run.seed, config.model.trust_remote_code)
+        corpus = load_corpus(config.data, config.run.seed, config.model.trust_remote_code, messages=True)
         tokenizer = build_tokenizer(config, PRESETS)
-        length = config.data.sequence_length
-        return Loaded(
-            pack(corpus.train, tokenizer, length),
-            None if corpus.eval is None else pack(corpus.eval, tokenizer, length),
-            tokenizer,
-            fingerprint(corpus.train),
-        )
+        self.label_smoothing = config.optim.label_smoothing_factor
+        rows = [
+            None if rows is None else self.rows(rows, tokenizer, config)
+            for rows in (corpus.train, corpus.eval)
+        ]
+        return Loaded(*rows, tokenizer, fingerprint(corpus.train))
+
+    def rows(self, dataset: Any, tokenizer: Any, config: Config) -> Any:
+        """Texts or conversations -> rows as --packing wants them."""
+        length, talks = config.data.sequence_length, "messages" in dataset.column_names
+        packing = config.data.packing = config.data.packing or ("none" if talks else "stream")
+        if packing == "stream" and not talks:
+            return pack(dataset, tokenizer, length)
+        if packing == "stream":
+            raise BadSetting("--packing stream is for texts; write documents or none for conversations")
+        documents = chat.encode(dataset, tokenizer, length) if talks else split(dataset, tokenizer, length)
+        return bundle(documents, length) if packing == "documents" else documents
 
     def model(self, config: Config) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
@@ -70,39 +85,18 @@ class CausalLM(Task):
         return (batch["labels"][:, 1:] != -100).sum(dim=1)  # the first token has nothing to be predicted from
 
     def loss_sum(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(
-            input_ids=batch["input_ids"], attention_mask=batch.get("attention_mask"), use_cache=False
-        ).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # as transformers' own losses
+        tokens, positions, mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
+        # Models find documents packed into a row by their positions, and only where no mask is given.
+        more = {"attention_mask": mask} if positions is None else {"position_ids": positions}
+        if positions is not None and len(tokens) > 1 and uses_flash_attention(model):  # there in one row only
+            tokens, more = tokens.view(1, -1), {"position_ids": positions.view(1, -1)}
+        logits = model(input_ids=tokens, use_cache=False, **more).logits
         # The labels are shifted, not the logits, and both flattened: cross_entropy then copies nothing.
         labels = F.pad(batch["labels"][:, 1:], (0, 1), value=-100)  # (rows, length)
-        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="none")
-        return losses.view(labels.shape).sum(dim=1)
+        smoothing = self.label_smoothing if model.training else 0.0
+        return token_loss_sum(logits.view(*labels.shape, -1), labels, smoothing)
 
 
-def pack(dataset: Any, tokenizer: Any, length: int) -> Any:
-    """Column "text" -> rows of `length` tokens, documents joined by the end token; the last row may be
-    shorter.
-
-    Rows that already have input_ids stay as they are. Cached on disk by `datasets`.
-    """
-    if "input_ids" not in dataset.column_names:
-        dataset = dataset.map(
-            _packed,
-            batched=True,
-            batch_size=1000,
-            fn_kwargs={"tokenizer": tokenizer, "length": length},
-            remove_columns=dataset.column_names,
-        )
-    columns = [name for name in ("input_ids", "labels", "attention_mask") if name in dataset.column_names]
-    return dataset.select_columns(columns).with_format("numpy")
-
-
-def _packed(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list]:
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-    encoded = tokenizer(texts["text"], add_special_tokens=False, return_attention_mask=False, verbose=False)
-    tokens: list[int] = []
-    for document in encoded["input_ids"]:
-        tokens += document if end is None else [*document, end]
-    rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
-    return {"input_ids": [row for row in rows if len(row) > 1]}  # one token alone predicts nothing
+def uses_flash_attention(model: torch.nn.Module) -> bool:
+    config = getattr(getattr(model, "module", model), "config", None)
+    return "flash" in str(getattr(config, "_attn_implementation", ""))

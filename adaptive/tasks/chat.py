@@ -1,0 +1,73 @@
+"""Conversations -> tokens and labels: the tokenizer's chat template, with the assistant's words supervised.
+
+Where the template marks them ({% generation %}), its marks are used. Elsewhere an answer begins where the
+conversation before it ends, as rendered with the prompt for an answer, and lasts through its end-of-turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from adaptive.config import BadSetting
+
+
+def encode(dataset: Any, tokenizer: Any, length: int) -> Any:
+    """Column "messages" ([{"role", "content"}]) -> input_ids, labels, cut at `length`. Cached on disk."""
+    if not tokenizer.chat_template:
+        raise BadSetting("the tokenizer has no chat template; write a --tokenizer_name that has one")
+    settings = {"tokenizer": tokenizer, "length": length}
+    dataset = dataset.map(_encoded, batched=True, fn_kwargs=settings, remove_columns=dataset.column_names)
+    return dataset.with_format("numpy")
+
+
+def _encoded(rows: dict[str, list], tokenizer: Any, length: int) -> dict[str, list]:
+    pairs = [supervised(messages, tokenizer) for messages in rows["messages"]]
+    return {
+        "input_ids": [tokens[:length] for tokens, _ in pairs],
+        "labels": [labels[:length] for _, labels in pairs],
+    }
+
+
+def supervised(messages: list[dict], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """(tokens, labels) of one conversation; labels are -100 outside the assistant's messages."""
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    if tokenizer.is_fast and "generation %}" in tokenizer.chat_template:
+        told = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return _labelled(told["input_ids"], told["assistant_masks"])
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    spans = [answer_span(messages, at, whole, tokenizer) for at, m in enumerate(messages)
+             if m["role"] == "assistant"]  # fmt: skip
+    if tokenizer.is_fast:
+        told = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        inside = [any(a <= start and stop <= b for a, b in spans) and stop > start
+                  for start, stop in told["offset_mapping"]]  # fmt: skip
+        return _labelled(told["input_ids"], inside)
+    tokens, inside, at = [], [], 0
+    for start, stop in [*spans, (len(whole), len(whole))]:
+        for text, answers in ((whole[at:start], False), (whole[start:stop], True)):
+            more = tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+            tokens, inside, at = tokens + more, inside + [answers] * len(more), stop
+    return _labelled(tokens, inside)
+
+
+def answer_span(messages: list[dict], at: int, whole: str, tokenizer: Any) -> tuple[int, int]:
+    """[start, stop) in the rendered conversation of message `at`, its end of turn included.
+
+    Templates may write an earlier answer without what only the last one has (a block of thoughts).
+    """
+    before = tokenizer.apply_chat_template(messages[:at], tokenize=False, add_generation_prompt=True)
+    upto = tokenizer.apply_chat_template(messages[: at + 1], tokenize=False)
+    content = messages[at]["content"].strip()
+    ending = upto[upto.rfind(content) + len(content) :]
+    found = whole.find(content, len(before))
+    stop = found + len(content) + len(ending)
+    if not whole.startswith(before) or found < 0 or not whole.startswith(ending, found + len(content)):
+        raise BadSetting(
+            "where answers begin and end cannot be read off the tokenizer's chat template; write a "
+            "--tokenizer_name whose template marks them with {% generation %}"
+        )
+    return len(before), stop
+
+
+def _labelled(tokens: list[int], inside: list) -> tuple[list[int], list[int]]:
+    return tokens, [token if answers else -100 for token, answers in zip(tokens, inside, strict=True)]
