@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from adaptive.config import Config
+from adaptive.config import BadSetting, Config
 from adaptive.corpus import fingerprint, load_corpus
 from adaptive.tasks import Loaded, Task, build_model, build_tokenizer
 
@@ -41,7 +41,7 @@ class CausalLM(Task):
         tokenizer = build_tokenizer(config, PRESETS)
         length = config.data.sequence_length
         return Loaded(
-            pack(corpus.train, tokenizer, length),
+            pack(corpus.train, tokenizer, length, config.data.difficulty_column),
             None if corpus.eval is None else pack(corpus.eval, tokenizer, length),
             tokenizer,
             fingerprint(corpus.train),
@@ -80,29 +80,45 @@ class CausalLM(Task):
         return losses.view(labels.shape).sum(dim=1)
 
 
-def pack(dataset: Any, tokenizer: Any, length: int) -> Any:
+def pack(dataset: Any, tokenizer: Any, length: int, averaged: str | None = None) -> Any:
     """Column "text" -> rows of `length` tokens, documents joined by the end token; the last row may be
     shorter.
 
-    Rows that already have input_ids stay as they are. Cached on disk by `datasets`.
+    Rows that already have input_ids stay as they are. Cached on disk by `datasets`. averaged: a column of
+    numbers to keep, as the mean over a row's tokens.
     """
+    if averaged not in (None, *dataset.column_names):
+        raise BadSetting(
+            f"--difficulty_column {averaged} is not in the data, which has {', '.join(dataset.column_names)}"
+        )
     if "input_ids" not in dataset.column_names:
         dataset = dataset.map(
             _packed,
             batched=True,
             batch_size=1000,
-            fn_kwargs={"tokenizer": tokenizer, "length": length},
+            fn_kwargs={"tokenizer": tokenizer, "length": length}
+            | ({"averaged": averaged} if averaged else {}),
             remove_columns=dataset.column_names,
         )
-    columns = [name for name in ("input_ids", "labels", "attention_mask") if name in dataset.column_names]
+    known = ("input_ids", "labels", "attention_mask", averaged)
+    columns = [name for name in known if name in dataset.column_names]
     return dataset.select_columns(columns).with_format("numpy")
 
 
-def _packed(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list]:
+def _packed(
+    texts: dict[str, list], tokenizer: Any, length: int, averaged: str | None = None
+) -> dict[str, list]:
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     encoded = tokenizer(texts["text"], add_special_tokens=False, return_attention_mask=False, verbose=False)
     tokens: list[int] = []
     for document in encoded["input_ids"]:
         tokens += document if end is None else [*document, end]
-    rows = [tokens[at : at + length] for at in range(0, len(tokens), length)]
-    return {"input_ids": [row for row in rows if len(row) > 1]}  # one token alone predicts nothing
+    starts = [
+        at for at in range(0, len(tokens), length) if len(tokens) - at > 1
+    ]  # one alone predicts nothing
+    rows: dict[str, list] = {"input_ids": [tokens[at : at + length] for at in starts]}
+    if averaged:
+        lengths = [len(document) + (end is not None) for document in encoded["input_ids"]]
+        each = np.repeat(np.array(texts[averaged], dtype=np.float64), lengths)
+        rows[averaged] = [float(each[at : at + length].mean()) for at in starts]
+    return rows
