@@ -20,7 +20,6 @@ adaptive/tasks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
@@ -30,12 +29,13 @@ CONFIG = parse_or_exit() if __name__ == "__main__" else None  # before torch is 
 
 from adaptive import scaling, signals  # noqa: E402
 from adaptive.checkpoint import Checkpoints  # noqa: E402
-from adaptive.data import Data  # noqa: E402
+from adaptive.data import Data, Share, load  # noqa: E402
 from adaptive.dry_run import tell_plan  # noqa: E402
 from adaptive.engine import Engine  # noqa: E402
 from adaptive.evaluate import tell_evaluation  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
-from adaptive.plan import Lengths, exact, passes, plan_step  # noqa: E402
+from adaptive.participation import plan_with  # noqa: E402
+from adaptive.plan import Lengths, exact, passes  # noqa: E402
 from adaptive.records import Audit, open_folder, train_record  # noqa: E402
 from adaptive.report import Report  # noqa: E402
 from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
@@ -55,15 +55,15 @@ def main(config: Config) -> RunState:
 
     engine = Engine.start(config)
     with engine.main_first():
-        rows = task.load(config)
+        rows = load(task, config)
     if run.dry_run:
-        return tell_plan(config, schedule, {"train": len(rows.train)}, engine)
+        return tell_plan(config, schedule, rows.train, engine)
     folder = Path(engine.from_rank0(lambda: open_folder(config)))
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
-    wanted = signals.wanted(schedule.signals | rule.signals, config.output.track)
+    wanted = signals.wanted(schedule.signals | rule.signals, config.output.track, config)
     engine.prepare(model, build_optimizer(model, optim, engine.stage), wanted)
-    data = Data({"train": rows.train}, config, engine.rank, engine.world_size)
+    data = Data(rows.train, config, engine.rank, engine.world_size)
 
     lengths = Lengths(data.lengths, exact(run.num_train_epochs), run.max_samples, run.max_steps)
     checkpoints = Checkpoints(config, engine, rows.fingerprint)
@@ -88,29 +88,26 @@ def main(config: Config) -> RunState:
             seen = signals.before_step(state, engine.world_size, factor) | task.signals()
             question = partial(decide, schedule, state, seen, config.batch, lengths, engine.seconds())
             decision = engine.from_rank0(question)
-            target, epoch_end = {"train": Fraction(decision["target"])}, config.batch.epoch_end
-            plan = plan_step(target, state.cursor, state.carry, lengths, epoch_end, state.samples)
+            plan = plan_with(config, decision, state, lengths)
             if plan is None:
                 break
             if config.batch.check_agreement:
                 engine.same_everywhere(f"{plan} {state}", f"the plan of step {state.step + 1}")
 
             # Gradient: the weighted sum over the step's samples, wherever they are computed.
-            weight = scaling.sample_weight(config.batch, plan, engine.world_size)
+            weights = scaling.source_weights(config.batch, plan, engine.world_size)
             ratio = float(scaling.mean_size(plan) / base)
             moment = scaling.second_moment(optim, ratio, state.beta2_product, state.updates)
             learning_rate = optim.learning_rate * factor * rule(ratio, float(base), seen.get("noise_scale"))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
             engine.seed(state.step + 1)
             batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
-            own, sources, indices = data.share(plan)
+            own = data.share(plan, weights)
             checked = check_step(
-                config, engine, task, data, plan, state.step + 1, gradient, own, weight, report
+                config, engine, task, data, plan, state.step + 1, gradient, weights, own, report
             )  # fmt: skip
-            measured = None
-            if plan.size:
-                measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch)
-            audit.write(state.step + 1, sources, indices, weight)
+            measured = gradient(engine, task, own, data.idle_row, batch) if plan.size else None
+            audit.write(state.step + 1, own)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
             skipped = update(engine, measured, learning_rate, moment) if measured else "empty"
@@ -118,11 +115,11 @@ def main(config: Config) -> RunState:
             # Learn and tell: counters move once, whatever happened.
             state.advance(plan, skipped, measured, decision, moment.beta2)
             record = train_record(
-                state, lengths, plan, measured, weight=weight, learning_rate=learning_rate, skipped=skipped,
+                state, lengths, plan, measured, weights, learning_rate=learning_rate, skipped=skipped,
                 micro_batch_size=batch.micro_batch_size,
                 passes=passes(plan.size, engine.world_size, batch.micro_batch_size),
             )  # fmt: skip
-            signals.after_step(state, record, measured, before["seconds"], batch.noise_half_life)
+            signals.after_step(state, plan, lengths, record, measured, before["seconds"], config)
             record |= checked | {name: state.signals.get(name) for name in wanted & signals.MEASURED}
             report.train(record)
             report.once(decision["clamped"])
@@ -146,35 +143,29 @@ def main(config: Config) -> RunState:
 
 
 def gradient(
-    engine: Engine, task: Task, rows: list, idle_row: Callable, size: int, weight: float, batch: Batch
+    engine: Engine, task: Task, own: Share, idle_row: Callable, batch: Batch
 ) -> signals.Measured:
     """Forward and backward of every pass of one step; leaves sum_i w_i grad l_i (scaling.py) in the engine.
 
     Every process runs the same number of passes; one without samples left runs a row with weight 0.
     """
-    micro, by_tokens = batch.micro_batch_size, batch.normalize_by == "tokens"
-    starts = range(0, passes(size, engine.world_size, micro) * micro, micro)
+    micro, by_tokens, rows = batch.micro_batch_size, batch.normalize_by == "tokens", own.rows
+    starts = range(0, passes(own.size, engine.world_size, micro) * micro, micro)
     batches = [task.collate(rows[at : at + micro] or [idle_row()]) for at in starts]
     items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
-    tokens = sum(int(count.sum()) for count in items)
-    weighing = tokens if by_tokens else sum(int((count > 0).sum()) for count in items)
-    all_tokens = engine.start_sum([tokens]) if by_tokens else lambda: [None]  # during the first forward
+    totals = engine.start_sum(own.group_totals(items)) if by_tokens else lambda: None
 
-    total = 0.0
-    for at, passed, count in zip(starts, batches, items, strict=True):
-        with engine.pass_(last=at == starts[-1]):
-            losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over items
-            if not by_tokens:
-                losses = losses / count.clamp(min=1).to(losses.device)
-            loss = losses.sum()
-            if not at:
-                scale = scaling.loss_scale(weight, size, engine.world_size, all_tokens()[0])
-            engine.backward(loss * (scale if at < len(rows) else 0.0))
-        engine.norms.close_pass(count, scale, by_tokens, engine)
-        total = total + loss.detach().double() * (at < len(rows))
+    losses, scales = [], None
+    for k, (passed, count) in enumerate(zip(batches, items, strict=True)):
+        with engine.pass_(last=k == len(batches) - 1):
+            sums = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) over a row's items
+            scales = scales or own.loss_scales(items, totals(), engine.world_size)
+            engine.backward((sums * scales[k].to(sums)).sum())
+        engine.norms.close_pass(count, scales[k], engine)
+        losses.append(sums.detach())
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]
-    return signals.Measured.reduce(engine, total, weighing, tokens, padding)
+    return signals.Measured.reduce(engine, own, losses, items, by_tokens, padding)
 
 
 def update(engine: Engine, measured: signals.Measured, learning_rate: float, moment=None) -> str | None:

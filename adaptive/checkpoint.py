@@ -120,6 +120,9 @@ class Checkpoints:
         self.opened = Path(chosen)
         manifest = json.loads((self.opened / MANIFEST).read_text())
         state = RunState.from_json(manifest["state"])
+        # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
+        state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
+        state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
         self.engine.load_state(self.opened, manifest)
         self.saved_step, self.run_id = state.step, manifest["wandb_run_id"]
         if self.engine.is_main:

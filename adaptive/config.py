@@ -50,8 +50,10 @@ class Data:
 
     task: str = "causal_lm"
     """causal_lm, masked_lm, seq2seq, classification, or your own class as "my_task.py:MyTask" (name)."""
-    dataset_name: Annotated[str, tyro.conf.arg(aliases=["--dataset"])] = "stdlib"
-    """stdlib, a hub name, a save_to_disk folder, or a csv, json, jsonl, parquet or text file (name)."""
+    dataset_name: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--dataset"])] = ("stdlib",)
+    """stdlib, stdlib_topics, a hub name, a save_to_disk folder, or a csv, json, jsonl, parquet or text file;
+    several, as NAME=DATASET, are trained on together (names).
+    """
     dataset_config_name: str | None = None
     """Configuration of a hub dataset (name)."""
     text_column: str | None = None
@@ -62,10 +64,16 @@ class Data:
     """Put before every text of seq2seq, e.g. "translate English to German: " (text)."""
     label_column: str | None = None
     """Column with the class; by default "label" (name)."""
-    eval_dataset: str | None = None
-    """Validation data, named like --dataset_name; by default its own split, else a share (name)."""
+    eval_dataset: tuple[str, ...] = ()
+    """Validation data, like --dataset_name with the same names; by default its own split, else a share
+    (names).
+    """
     eval_share: float = 0.1
     """Held out for validation where the dataset has no split of its own (share of rows or files)."""
+    new_sources: tuple[str, ...] = ()
+    """Sources of --dataset_name whose share is the signal new_data_ratio (names)."""
+    difficulty_column: str | None = None
+    """Column with each sample's difficulty, a number; by default it follows from the loss (name)."""
     sequence_length: int = 128
     """Longest sample (tokens)."""
     max_target_length: int | None = None
@@ -116,6 +124,12 @@ class Batch:
     """Initial global size, any number > 0, default 8 (samples over all processes)."""
     per_device_train_batch_size: float | None = None
     """Initial size of one device instead, any number > 0 (samples per device)."""
+    source_sizes: tuple[float, ...] = ()
+    """Initial size of each source, or with --batch_size their proportions; by default by rows (samples, in
+    the unit of the initial size).
+    """
+    source_weights: tuple[float, ...] = ()
+    """Share of each source in the step's mean; by default every sample weighs alike (proportions)."""
     schedule: str = "linear(interval=100, max_size=32, increment=2)"
     """NAME(settings) or FILE.py:NAME(settings): decides each step's size (in the unit of the initial
     size).
@@ -130,6 +144,12 @@ class Batch:
     """
     samples_per_pass: int = 1
     """Samples in the pass that --fraction accumulate speaks of (samples per device)."""
+    participation: Literal["carry", "bernoulli", "reservoir"] = "carry"
+    """How a fraction becomes whole samples: carried over, drawn, or from slots; adaptive/participation.py
+    (policy).
+    """
+    usage_correction: float = 0.1
+    """With --participation reservoir a sample weighs less by this for each use above the mean (per use)."""
     fractional_scaling: Literal["target", "realized", "ceil"] = "target"
     """Weight of a sample: 1/max(G,1), 1/n or 1/(W ceil(G/W)); derivation in adaptive/scaling.py (policy)."""
     epoch_end: Literal["keep", "wrap", "drop"] = "keep"
@@ -294,9 +314,17 @@ ABOVE_ZERO = {
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
-    "warmup_samples", "warmup_ratio", "seed", "self_check",
+    "warmup_samples", "warmup_ratio", "seed", "self_check", "usage_correction",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
+REPEATABLE = {
+    "dataset_name", "eval_dataset", "new_sources", "source_sizes", "source_weights",
+}  # fmt: skip
+# A source's keys in a recipe's `sources:`, and the flags that hold them.
+SOURCE_KEYS = {
+    "dataset_name": "dataset_name", "dataset": "dataset_name", "eval_dataset": "eval_dataset",
+    "batch_size": "source_sizes", "size": "source_sizes", "weight": "source_weights", "new": "new_sources",
+}  # fmt: skip
 UNITS = {"step": 1, "sample": 1, "minute": 60}
 
 
@@ -334,7 +362,7 @@ def parse(argv: list[str] | None = None) -> Config:
     Raises BadSetting with one line that says what to write instead.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    argv = _recipe_arguments(argv) + argv
+    argv = _recipe_arguments(argv) + _joined(argv)
     known = [
         f.name for group in dataclasses.fields(Config) for f in dataclasses.fields(group.default_factory)
     ]
@@ -370,6 +398,7 @@ def check(config: Config) -> Config:
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
     _check_arithmetic(config)
+    _check_sources(config)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(
             f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data"
@@ -428,6 +457,55 @@ def _check_batch(batch: Batch) -> None:
         )
 
 
+def sources(data: Data) -> dict[str, str]:
+    """{source: dataset} of --dataset_name; the only one is called "train" unless it is named."""
+    named = [_source(text) for text in data.dataset_name]
+    if len(named) == 1:
+        return {named[0][0] or "train": named[0][1]}
+    names = [name or Path(dataset.rstrip("/")).stem for name, dataset in named]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise BadSetting(f"--dataset_name has two sources {twice[0]}; write NAME=DATASET with other names")
+    return dict(zip(names, (dataset for _, dataset in named), strict=True))
+
+
+def eval_datasets(data: Data) -> dict[str, str]:
+    """{source: dataset} of --eval_dataset."""
+    names = list(sources(data))
+    named = [_source(text) for text in data.eval_dataset]
+    found = {name or (names[0] if len(names) == 1 else ""): dataset for name, dataset in named}
+    unknown = [name for name in found if name not in names]
+    if unknown or len(found) < len(named):
+        raise BadSetting(
+            f"--eval_dataset {' '.join(data.eval_dataset)}; write NAME=DATASET, each NAME once, one of "
+            f"{', '.join(names)}"
+        )
+    return found
+
+
+def _source(text: str) -> tuple[str | None, str]:
+    """ "NAME=DATASET" -> (NAME, DATASET); the name is None where there is none."""
+    found = None if Path(text).exists() else re.fullmatch(r"(\w[\w.-]*)=(.+)", text, re.DOTALL)
+    return (found[1], found[2]) if found else (None, text)
+
+
+def _check_sources(config: Config) -> None:
+    data, batch = config.data, config.batch
+    if not data.dataset_name:
+        raise BadSetting("--dataset_name has no name; write one, such as stdlib")
+    names = list(sources(data))
+    eval_datasets(data)
+    for flag, values in (("source_sizes", batch.source_sizes), ("source_weights", batch.source_weights)):
+        if values and (len(values) != len(names) or not all(0 < value < float("inf") for value in values)):
+            raise BadSetting(
+                f"--{flag} is {' '.join(f'{value:g}' for value in values)}; write a number above 0 for each "
+                f"of {', '.join(names)}"
+            )
+    unknown = [name for name in data.new_sources if name not in names]
+    if unknown:
+        raise BadSetting(f"--new_sources {unknown[0]} is no source; write some of {', '.join(names)}")
+
+
 def save(config: Config, path: Path) -> None:
     """Write every resolved setting; `--config PATH` reads it back."""
     path.write_text(yaml.safe_dump(config.flat(), sort_keys=False))
@@ -453,6 +531,7 @@ def _recipe_arguments(argv: list[str]) -> list[str]:
             raise BadSetting(f"--config {path} is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(settings, dict):
             raise BadSetting(f"--config {path} holds no settings; write lines such as 'batch_size: 8'")
+        settings |= _source_settings(settings.pop("sources", None), path)
         for name, value in settings.items():
             if value is True or value is False:
                 arguments.append(f"--{'' if value else 'no_'}{name}")
@@ -463,6 +542,44 @@ def _recipe_arguments(argv: list[str]) -> list[str]:
             else:
                 arguments += [f"--{name}", str(value)]
     return arguments
+
+
+def _source_settings(sources: Any, path: Path) -> dict[str, list]:
+    """A recipe's `sources:`, {name: {dataset_name, batch_size, weight, new, eval_dataset}}, as flags."""
+    flags: dict[str, list] = {}
+    if sources is not None and not isinstance(sources, dict):
+        raise BadSetting(
+            f"--config {path}: sources is no table; write lines such as 'code: {{dataset: stdlib}}'"
+        )
+    for name, source in (sources or {}).items():
+        source = {"dataset_name": source} if isinstance(source, str) else source or {}
+        unknown = [key for key in source if key not in SOURCE_KEYS]
+        if unknown or not {"dataset", "dataset_name"} & set(source):
+            what = f"has {unknown[0]}" if unknown else "has no dataset_name"
+            raise BadSetting(f"--config {path}: the source {name} {what}; write {', '.join(SOURCE_KEYS)}")
+        for key, value in source.items():
+            is_name = SOURCE_KEYS[key] in ("dataset_name", "eval_dataset")
+            if key != "new" or value:
+                held = f"{name}={value}" if is_name else name if key == "new" else value
+                flags.setdefault(SOURCE_KEYS[key], []).append(held)
+    return flags
+
+
+def _joined(argv: list[str]) -> list[str]:
+    """Repeated flags of several values as one: --dataset_name a --dataset_name b is --dataset_name a b."""
+    kept: list[str] = []
+    gathered: dict[str, list[str]] = {}
+    flag = None
+    for word in argv:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            name = ALIASES.get(name, name).replace("-", "_")
+            flag = name if name in REPEATABLE else None
+            if flag:
+                gathered.setdefault(flag, []).extend([value] if value else [])
+                continue
+        (gathered[flag] if flag else kept).append(word)
+    return kept + [part for name, values in gathered.items() for part in (f"--{name}", *values)]
 
 
 def _check_name(name: str, known: list[str]) -> None:

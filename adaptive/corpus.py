@@ -29,7 +29,7 @@ EVAL_SPLITS = ("validation", "valid", "val", "dev", "test")  # in order of prefe
 # "test.csv", "reviews_train.csv" and "train-00000-of-00002.parquet" name their split, "latest.csv" does not.
 SPLIT_NAME = re.compile(rf"(?i)(?:.*[-_.])?(train|{'|'.join(EVAL_SPLITS)})(?:-\d+-of-\d+|[-_]?\d*)")
 FILES = "csv, json, jsonl, parquet or txt"
-ACCEPTED = f"stdlib, a hub name, a save_to_disk folder, or a file, folder or glob of {FILES}"
+ACCEPTED = f"stdlib, stdlib_topics, a hub name, a save_to_disk folder, or a file, folder or glob of {FILES}"
 # Well-known packages without large tables: 1.8 MB, of which the default --eval_share leaves 1.6 to train on.
 STDLIB = ("asyncio", "concurrent", "email", "http", "json", "logging", "multiprocessing", "urllib")
 # How `datasets` fails on empty json, saved, csv and text data.
@@ -119,6 +119,8 @@ def _splits(name: str, config_name: str | None, share: float) -> dict[str, datas
     """Return the rows as they come, by split; `share` is for stdlib, which is held out by file."""
     if name == "stdlib":
         return _stdlib(share)
+    if name == "stdlib_topics":
+        return _topics(share)
     path = Path(name).expanduser()
     local = path.exists() or glob.has_magic(name)
     builder, files = _files(path) if local else (name, None)
@@ -280,6 +282,19 @@ def _stdlib(share: float) -> dict[str, datasets.Dataset]:
             _source_rows, features=datasets.Features(kinds), gen_kwargs=arguments
         )
     return splits
+
+
+def _topics(share: float) -> dict[str, datasets.Dataset]:
+    """Return the documentation topics that this Python's help() has, prose, one row each, by split."""
+    from pydoc_data.topics import topics
+
+    names = sorted(topics, key=lambda name: hashlib.blake2b(name.encode()).digest())
+    n_held = min(max(round(share * len(names)), 1), len(names) - 1)
+    splits = {"train": sorted(names[n_held:]), "validation": sorted(names[:n_held])}
+    return {
+        split: datasets.Dataset.from_dict({"text": [topics[name] for name in held], "path": held})
+        for split, held in splits.items()
+    }
 
 
 def _held_files(sizes: dict[str, int], share: float) -> set[str]:

@@ -2,7 +2,9 @@
 
 A rank's next positions are known before the size of the step is (position p is rank p mod W's), so workers
 fetch samples, not batches: whatever size the schedule decides, the rows are the right ones and nothing read
-ahead is late or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch.
+ahead is late or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch. With
+several sources on several ranks the owner of a position depends on the sizes before it: there a rank reads in
+the loop what no worker could know.
 To add a dataset: --dataset_name with a name, a folder or a file (corpus.py).
 """
 
@@ -13,18 +15,93 @@ import os
 import signal
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from adaptive.config import BadSetting, Config
+from adaptive import scaling
+from adaptive.config import BadSetting, Config, eval_datasets, sources
 from adaptive.order import Order
-from adaptive.plan import StepPlan, share
+from adaptive.plan import StepPlan, own_picks, share
 
 READ_AHEAD = 16  # samples a worker fetches at once
 AT_ONCE = 256  # positions whose indices are computed at once: they cost little more than one
+
+
+@dataclass
+class Sources:
+    """What a task loaded, by source."""
+
+    train: dict[str, Any]
+    eval: dict[str, Any]  # None where a source has no validation data
+    tokenizer: Any
+    fingerprint: str
+
+
+def load(task: Any, config: Config) -> Sources:
+    """`task.load` for each source of --dataset_name; a task sees the settings of one source at a time."""
+    held, loaded = eval_datasets(config.data), {}
+    for name, dataset in sources(config.data).items():
+        data = replace(config.data, dataset_name=dataset, eval_dataset=held.get(name))
+        loaded[name] = task.load(replace(config, data=data))
+    prints = {name: one.fingerprint for name, one in loaded.items()}
+    return Sources(
+        train={name: one.train for name, one in loaded.items()},
+        eval={name: one.eval for name, one in loaded.items()},
+        tokenizer=next(iter(loaded.values())).tokenizer,
+        fingerprint=prints.get("train", "") if len(prints) == 1 else " ".join(map(":".join, prints.items())),
+    )
+
+
+@dataclass
+class Share:
+    """What one rank trains on in a step of `size` samples; rows stand by source."""
+
+    rows: list[dict]
+    size: int  # n, over all ranks
+    weights: list[float]  # (k,) of each sample in the step's gradient, without the factor W
+    sources: list[str] = field(default_factory=list)  # (k,)
+    indices: list[int] = field(default_factory=list)  # (k,) rows of the datasets
+    groups: list[int] = field(default_factory=list)  # (k,) samples whose tokens weigh alike
+    sizes: tuple[int, ...] = ()  # of each group, over all ranks
+    counts: dict[str, int] = field(default_factory=dict)  # source -> this rank's rows
+    difficulty: list[float] | None = None  # (k,) of --difficulty_column
+
+    @classmethod
+    def alike(cls, rows: list[dict], size: int, weight: float) -> Share:
+        """Rows of one source that weigh the same."""
+        names, n = ["train"] * len(rows), len(rows)
+        return cls(rows, size, [weight] * n, names, [0] * n, [0] * n, (size,), {"train": n})
+
+    def group_totals(self, items: list[torch.Tensor]) -> list[int]:
+        """This rank's supervised items in each group; `items`: (rows,) of each pass."""
+        counts = torch.cat(items)[: len(self.rows)]
+        if len(self.sizes) == 1:
+            return [int(counts.sum())]
+        groups = torch.tensor(self.groups, dtype=torch.int64)
+        return torch.zeros(len(self.sizes), dtype=torch.int64).index_add(0, groups, counts).tolist()
+
+    def loss_scales(
+        self, items: list[torch.Tensor], totals: list[int] | None, world_size: int
+    ) -> tuple[torch.Tensor, ...]:
+        """(rows,) fp64 of each pass: what a row's sum of losses is multiplied by, 0 in an idle pass.
+
+        totals: items of each group over all ranks, None where samples weigh alike (scaling.py).
+        """
+        scales = torch.zeros(sum(map(len, items)), dtype=torch.float64)
+        n, weights = len(self.rows), torch.tensor(self.weights, dtype=torch.float64)
+        if totals is None:
+            scales[:n] = scaling.loss_scale(1.0, self.size, world_size, None) * weights
+            scales /= torch.cat(items).clamp(min=1)
+        else:
+            units = [
+                scaling.loss_scale(1.0, n, world_size, t) for n, t in zip(self.sizes, totals, strict=True)
+            ]
+            scales[:n] = torch.tensor(units, dtype=torch.float64)[self.groups] * weights
+        return scales.split([len(count) for count in items])
 
 
 class Source:
@@ -45,12 +122,16 @@ class Source:
         self._next = -1  # position the stream yields next
         self._buffer: deque[tuple[int, dict]] = deque()
 
-    def read(self, positions: np.ndarray) -> tuple[list[dict], list[int]]:
-        """(rows, their indices) at this rank's `positions` (k,), in their order, with one fetch."""
+    def read(self, positions: np.ndarray, scattered: bool = False) -> tuple[list[dict], list[int]]:
+        """(rows, their indices) at this rank's `positions` (k,), in their order, with one fetch.
+
+        scattered: they follow from what only this step decided, and are not W apart from those before.
+        """
         if not len(positions):
             return [], []
-        indices = self._indices(positions)
-        rows = [self._read(int(p)) for p in positions] if self.workers else fetch(self.dataset, indices)
+        indices = self.order.indices(positions) if scattered else self._indices(positions)
+        by_workers = self.workers and not scattered
+        rows = [self._read(int(p)) for p in positions] if by_workers else fetch(self.dataset, indices)
         if "position" in rows[0]:  # for tasks whose rows are drawn (tasks/__init__.py)
             rows = [row | {"position": int(p)} for row, p in zip(rows, positions, strict=True)]
         return rows, indices.tolist()
@@ -107,25 +188,64 @@ class Data:
         self.rank, self.world_size = rank, world_size
         seed, workers = config.run.seed, config.data.dataloader_num_workers
         self.sources = {n: Source(n, d, seed, rank, world_size, workers) for n, d in datasets.items()}
+        self.by_source = bool(config.batch.source_weights)
+        self.column = config.data.difficulty_column
         self._idle: dict | None = None
+        if self.column or len(self.sources) > 1:
+            self._check_columns()
 
     @property
     def lengths(self) -> dict[str, int]:
         return {name: len(source.dataset) for name, source in self.sources.items()}
 
-    def share(self, plan: StepPlan) -> tuple[list[dict], list[str], list[int]]:
-        """(rows, their sources, their indices) of this rank in this step; all empty where it has nothing."""
-        rows, names, indices = [], [], []
-        for name, positions in share(plan, self.rank, self.world_size):
-            more_rows, more_indices = self.sources[name].read(positions)
-            rows, indices, names = rows + more_rows, indices + more_indices, names + [name] * len(positions)
-        return rows, names, indices
+    def share(self, plan: StepPlan, weights: dict[str, float], whole: bool = False) -> Share:
+        """What this rank trains on in this step; `weights`: source -> of one of its samples.
+
+        `whole`: what all ranks do, together.
+        """
+        rank, world_size = (0, 1) if whole else (self.rank, self.world_size)
+        counts, sizes = dict.fromkeys(self.sources, 0), plan.counts
+        own = Share([], plan.size, [], sizes=tuple(sizes.values()) if self.by_source else (plan.size,))
+        own.counts, places = counts, {name: at for at, name in enumerate(sizes)}
+        scattered = plan.picks is not None or whole or (len(self.sources) > 1 and world_size > 1)
+        for name, positions in share(plan, rank, world_size):
+            rows, indices = self.sources[name].read(positions, scattered)
+            counts[name] = n = len(rows)
+            own.rows, own.indices = own.rows + rows, own.indices + indices
+            own.sources, own.weights = own.sources + [name] * n, own.weights + [weights[name]] * n
+            own.groups += [places[name] if self.by_source else 0] * n
+        if plan.picks is not None:
+            factors = [pick.factor for pick in own_picks(plan, rank, world_size)]
+            own.weights = [weight * factor for weight, factor in zip(own.weights, factors, strict=True)]
+        if self.column:
+            own.difficulty = [float(row[self.column]) for row in own.rows]
+        return own
 
     def idle_row(self) -> dict:
         """A row for passes of weight 0, which ranks without a sample run so that every rank takes part."""
         if self._idle is None:
-            self._idle = fetch(next(iter(self.sources.values())).dataset, np.zeros(1, dtype=np.int64))[0]
+            self._idle = _first(next(iter(self.sources.values())).dataset)
         return self._idle
+
+    def _check_columns(self) -> None:
+        """Rows of all sources share passes, so they have the same columns."""
+        columns = {name: sorted(_first(source.dataset)) for name, source in self.sources.items()}
+        first, *others = columns
+        for other in others:
+            if columns[other] != columns[first]:
+                raise BadSetting(
+                    f"the sources {first} and {other} have the columns {', '.join(columns[first])} and "
+                    f"{', '.join(columns[other])}; samples of one step need the same"
+                )
+        if self.column and self.column not in columns[first]:
+            raise BadSetting(
+                f"--difficulty_column {self.column} is not in the samples, which have "
+                f"{', '.join(columns[first])}; write one of these, a column of numbers"
+            )
+
+
+def _first(dataset: Any) -> dict:
+    return fetch(dataset, np.zeros(1, dtype=np.int64))[0]
 
 
 class _Positions(torch.utils.data.Dataset):

@@ -15,6 +15,7 @@ from typing import Any
 
 from adaptive import scaling, signals
 from adaptive.config import Config
+from adaptive.participation import plan_with
 from adaptive.plan import Lengths, exact, plan_step
 from adaptive.records import counters
 from adaptive.schedules import Schedule, decide, first_size, global_size
@@ -35,9 +36,10 @@ class Walk:
     state: RunState
 
 
-def tell_plan(config: Config, schedule: Schedule, rows: dict[str, int], engine: Any) -> RunState:
+def tell_plan(config: Config, schedule: Schedule, datasets: dict[str, Any], engine: Any) -> RunState:
     """Print the plan of the run on rank 0; returns the state it would end in, `updates` without bad steps."""
     run, started = config.run, time.monotonic()
+    rows = {name: len(dataset) for name, dataset in datasets.items()}
     lengths = Lengths(rows, exact(run.num_train_epochs), run.max_samples, run.max_steps)
     done = walk(config, schedule, lengths, engine.world_size)
     if engine.is_main:
@@ -57,15 +59,14 @@ def walk(config: Config, schedule: Schedule, lengths: Lengths, world_size: int) 
         factor = decay(lengths.progress(state.cursor, state.samples, state.step))
         seen = signals.before_step(state, world_size, factor)
         decision = decide(schedule, state, seen, batch, lengths, 0.0)
-        target = {source: Fraction(decision["target"]) for source in lengths.sources}
-        plan = plan_step(target, state.cursor, state.carry, lengths, batch.epoch_end, state.samples)
+        plan = plan_with(config, decision, state, lengths)
         if plan is None:
             break
         rate = (optim.learning_rate or 1.0) * factor * rule(float(scaling.mean_size(plan) / base))
         rate *= scaling.warmup(state.samples, plan.size, warmup)
         done.samples.append(state.samples)
         done.sizes.append(plan.size)
-        done.targets.append(float(sum(target.values())))
+        done.targets.append(float(sum(plan.target.values())))
         done.rates.append(rate)
         state.advance(plan, None if plan.size else "empty", None, decision)
         told = counters(state, lengths)

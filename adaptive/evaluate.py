@@ -27,6 +27,14 @@ def evaluate(
 
     `batch_size`: samples of one pass on one process. None when a signal on some process asked to stop.
     """
+    totals = _totals(engine, task, dataset, batch_size, normalize_by)
+    return None if totals is None else _means(*totals)
+
+
+def _totals(
+    engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by: str
+) -> tuple[list[str], list[float]] | None:
+    """(metrics, the loss first; their sums over all processes, then the loss's weight and the samples)."""
     positions = np.arange(engine.rank, len(dataset), engine.world_size)
     names: list[str] = []
     sums = torch.zeros(0, dtype=torch.float64)
@@ -48,9 +56,13 @@ def evaluate(
                     sums += _sums(values, names, task.items(batch).to(engine.device), normalize_by)
     finally:
         engine.model.train()
-    *totals, weight, samples = engine.sum(sums.tolist())
+    return names, engine.sum(sums.tolist())
+
+
+def _means(names: list[str], totals: list[float]) -> dict[str, float | None]:
+    *sums, weight, samples = totals
     means = {}
-    for name, total in zip(names, totals, strict=True):
+    for name, total in zip(names, sums, strict=True):
         count = weight if name == "loss" else samples
         means[f"eval_{name}"] = total / count if count and math.isfinite(total) else None
     return means
@@ -72,14 +84,30 @@ def _sums(
 
 
 def tell_evaluation(
-    engine: Any, task: Any, dataset: Any, config: Config, state: RunState, lengths: Lengths, report: Any
-) -> bool:
-    """Evaluate, remember `eval_loss` as a signal, write the record; False when a signal cut it off."""
-    if dataset is None or not len(dataset):
-        return True
+    engine: Any, task: Any, datasets: dict[str, Any], config: Config, state: RunState, lengths: Lengths,
+    report: Any,
+) -> bool:  # fmt: skip
+    """Evaluate, remember `eval_loss` as a signal, write the record; False when a signal cut it off.
+
+    datasets: source -> validation data or None. With several sources the means are over the samples of all,
+    and NAME/SOURCE over those of one.
+    """
     size, normalize_by = config.eval.per_device_eval_batch_size, config.batch.normalize_by
-    means = evaluate(engine, task, dataset, size, normalize_by)
-    if means is not None:
+    names: list[str] = []
+    totals: list[list[float]] = []
+    parts: dict[str, float | None] = {}
+    for source, dataset in datasets.items():
+        if dataset is None or not len(dataset):
+            continue
+        found = _totals(engine, task, dataset, size, normalize_by)
+        if found is None:
+            return False
+        names = found[0]
+        totals.append(found[1])
+        if len(datasets) > 1:
+            parts |= {f"{name}/{source}": value for name, value in _means(*found).items()}
+    if totals:
+        means = _means(names, [sum(column) for column in zip(*totals, strict=True)])
         state.signals["eval_loss"] = means["eval_loss"]
-        report.eval({"kind": "eval", **counters(state, lengths), **means})
-    return means is not None
+        report.eval({"kind": "eval", **counters(state, lengths), **means, **parts})
+    return True

@@ -63,13 +63,15 @@ class PassNorms:
         square = torch.linalg.vector_norm(gradient.detach(), dtype=kind).double().square()
         self._square = square if self._square is None else self._square + square
 
-    def close_pass(self, items: torch.Tensor, scale: float, by_tokens: bool, engine: Any) -> None:
-        """After a backward; `items` (rows,) supervised, all 0 in an idle pass; `scale` as in `loss_scale`."""
+    def close_pass(self, items: torch.Tensor, scales: torch.Tensor, engine: Any) -> None:
+        """After a backward; `items` (rows,) supervised, all 0 in an idle pass; `scales` (rows,) on their
+        losses.
+        """
         if not self.on:
             return
         samples, square = int((items > 0).sum()), self._square
         self._square = None
-        weight = scale * (int(items.sum()) if by_tokens else samples) / engine.world_size
+        weight = float((scales * items).sum()) / engine.world_size
         factor = engine.world_size * engine.loss_scale  # what the loss was multiplied by beside
         if square is not None and weight:
             self.squares.append(square / (weight * factor) ** 2)

@@ -31,6 +31,15 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Pick:
+    """One position drawn from a reservoir (participation.py), with the factor on its weight."""
+
+    source: str
+    position: int
+    factor: float
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What one step does, the same on every rank."""
 
@@ -40,11 +49,22 @@ class StepPlan:
     cursor: dict[str, int]  # source -> after the step
     consumed: int  # samples before the step, over all sources
     cut: bool  # shortened by the end of an epoch or of the run
+    participation: str = "carry"  # how the fractions became whole samples
+    picks: tuple[Pick, ...] | None = None  # what is trained on instead of the intervals, by source
+    reservoir: dict[str, list] | None = None  # source -> slots after the step
 
     @property
     def size(self) -> int:
         """n, the realised size: samples over all processes."""
-        return sum(map(len, self.intervals))
+        return sum(map(len, self.intervals)) if self.picks is None else len(self.picks)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """n_s: source -> samples of the step over all processes; every source of the run is there."""
+        counts = dict.fromkeys(self.target, 0)
+        for part in self.intervals if self.picks is None else self.picks:
+            counts[part.source] += len(part) if self.picks is None else 1
+        return counts
 
 
 @dataclass(frozen=True)
@@ -71,6 +91,14 @@ class Lengths:
         left = self.positions - sum(cursor.values())
         return max(0, left if self.max_samples is None else min(left, self.max_samples - samples))
 
+    def coverage(self, cursor: dict[str, int]) -> dict[str, float]:
+        """Source -> share of its running epoch used, 1.0 at the end of one, 0.0 before the first sample."""
+        passed = {
+            source: cursor[source] % rows or rows * bool(cursor[source])
+            for source, rows in self.sources.items()
+        }
+        return {source: n / self.sources[source] for source, n in passed.items()}
+
     def progress(self, cursor: dict[str, int], samples: int, step: int) -> float:
         """Share of the run that is over, in [0, 1]: by samples, positions or steps, whichever is furthest."""
         shares = [sum(cursor.values()) / self.positions]
@@ -93,37 +121,47 @@ def plan_step(
     lengths: Lengths,
     epoch_end: str,
     consumed: int,
+    drawn: dict[str, int] | None = None,
 ) -> StepPlan | None:
     """Round each target by error diffusion and take that many positions; None when the run is over.
 
     `n = floor(carry + G); carry += G - n`, so that after any number of steps the samples differ from the
     sizes asked for by less than one. `epoch_end` (keep, wrap, drop) applies to a run with one source; several
-    wrap by themselves.
+    wrap by themselves. `drawn`: whole numbers to take instead of rounding; the carry then stays as it is.
     """
     left = lengths.left(cursor, consumed)
     if not left:
         return None
     if len(target) == 1 and epoch_end != "wrap":
-        return _cut(target, cursor, carry, lengths, epoch_end, consumed)
-    wanted = {source: (carry[source] + size) // 1 for source, size in target.items()}
+        return _cut(target, cursor, carry, lengths, epoch_end, consumed, drawn)
+    wanted, after = _whole(target, carry, drawn)
     cut = sum(wanted.values()) > left
     if cut:  # the run's end: shares of what is left, in proportion, the earlier sources first
         wanted = _shrink(wanted, left)
     return StepPlan(
         target=target,
         intervals=_intervals({s: (cursor[s], cursor[s] + n) for s, n in wanted.items()}),
-        carry={s: Fraction(0) if cut else _rounded(carry[s] + target[s] - wanted[s]) for s in target},
+        carry=dict.fromkeys(target, Fraction(0)) if cut else after,
         cursor={s: cursor[s] + wanted[s] for s in target},
         consumed=consumed,
         cut=cut,
     )
 
 
-def _cut(target, cursor, carry, lengths, epoch_end, consumed) -> StepPlan | None:
+def _whole(target, carry, drawn) -> tuple[dict[str, int], dict[str, Fraction]]:
+    """(samples of each source, its carry after the step): rounded by error diffusion, unless drawn."""
+    if drawn is not None:
+        return drawn, carry
+    wanted = {source: (carry[source] + size) // 1 for source, size in target.items()}
+    return wanted, {s: _rounded(carry[s] + size - wanted[s]) for s, size in target.items()}
+
+
+def _cut(target, cursor, carry, lengths, epoch_end, consumed, drawn) -> StepPlan | None:
     """One source whose epochs do not mix: the last step of each is kept short or discarded."""
-    ((source, size),) = target.items()
+    (source,) = target
     start, length = cursor[source], lengths.sources[source]
-    want = (carry[source] + size) // 1
+    wanted, after = _whole(target, carry, drawn)
+    want = wanted[source]
     room = min(length - start % length, lengths.left(cursor, consumed))
     if want > room and epoch_end == "drop":
         start += room
@@ -134,18 +172,25 @@ def _cut(target, cursor, carry, lengths, epoch_end, consumed) -> StepPlan | None
             return None
     cut = want > room
     stop = start + min(want, room)
-    after = Fraction(0) if cut else _rounded(carry[source] + size - want)
     return StepPlan(
-        target, _intervals({source: (start, stop)}), {source: after}, {source: stop}, consumed, cut
-    )
+        target, _intervals({source: (start, stop)}), {source: Fraction(0)} if cut else after, {source: stop},
+        consumed, cut,
+    )  # fmt: skip
 
 
 def share(plan: StepPlan, rank: int, world_size: int) -> list[tuple[str, np.ndarray]]:
     """[(source, positions int64 (k,))] of one rank, in step order; every position of the step has one owner.
 
     One source: position p belongs to rank p mod W. Several: the intervals stand one after the other and the
-    j-th sample of the step belongs to rank (samples consumed so far + j) mod W, balanced over the sum.
+    j-th sample of the step belongs to rank (samples consumed so far + j) mod W, balanced over the sum. So do
+    the picks of a reservoir.
     """
+    if plan.picks is not None:
+        own = own_picks(plan, rank, world_size)
+        by_source = {
+            source: [pick.position for pick in own if pick.source == source] for source in plan.target
+        }
+        return [(source, np.array(found, dtype=np.int64)) for source, found in by_source.items() if found]
     shares, before = (
         [],
         plan.intervals[0].start if len(plan.target) == 1 and plan.intervals else plan.consumed,
@@ -155,6 +200,12 @@ def share(plan: StepPlan, rank: int, world_size: int) -> list[tuple[str, np.ndar
         shares.append((interval.source, np.arange(first, interval.stop, world_size, dtype=np.int64)))
         before += len(interval)
     return shares
+
+
+def own_picks(plan: StepPlan, rank: int, world_size: int) -> tuple[Pick, ...]:
+    """The picks of one rank, by source in the order of the step."""
+    assert plan.picks is not None
+    return plan.picks[(rank - plan.consumed) % world_size :: world_size]
 
 
 def passes(size: int, world_size: int, micro_batch_size: int) -> int:

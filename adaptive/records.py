@@ -45,7 +45,7 @@ def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:
 
 
 def train_record(
-    state: RunState, lengths: Lengths, plan: StepPlan, measured: Any, **others: Any
+    state: RunState, lengths: Lengths, plan: StepPlan, measured: Any, weights: dict[str, float], **others: Any
 ) -> dict[str, Any]:
     """One decision: counters, the sizes asked for and run, where its samples lie, what was measured,
     `others`.
@@ -56,11 +56,43 @@ def train_record(
         "target_batch_size": float(sum(plan.target.values())),
         "batch_size": plan.size,
         "carry": float(sum(plan.carry.values())),
-        "positions": [[i.source, i.start, i.stop] for i in plan.intervals],
+        "positions": [[i.source, i.start, i.stop] for i in plan.intervals]
+        if plan.picks is None
+        else [[p.source, p.position, p.position + 1] for p in plan.picks],
+        "weight": _mean_weight(plan, weights),
         "loss": measured.loss if measured and measured.items else None,
         "grad_norm": measured.grad_norm if measured else None,
         **others,
+        **_by_source(state, lengths, plan, measured, weights),
     }
+
+
+def _mean_weight(plan: StepPlan, weights: dict[str, float]) -> float:
+    counts = {source: n for source, n in plan.counts.items() if n}
+    if len({weights[source] for source in counts}) == 1:  # as it is, not as a quotient
+        return weights[next(iter(counts))]
+    return sum(n * weights[source] for source, n in counts.items()) / max(plan.size, 1.0)
+
+
+def _by_source(
+    state: RunState, lengths: Lengths, plan: StepPlan, measured: Any, weights: dict[str, float]
+) -> dict[str, Any]:
+    """Fields of runs with several sources, NAME/SOURCE, and of participation by draw."""
+    fields: dict[str, Any] = {}
+    if len(plan.target) > 1:
+        parts: dict[str, dict] = {
+            "batch_size": plan.counts,
+            "weight": weights,
+            "coverage": lengths.coverage(state.cursor),
+        }
+        parts["target_batch_size"] = {source: float(size) for source, size in plan.target.items()}
+        parts["loss"] = measured.source_loss if measured else dict.fromkeys(plan.target)
+        fields = {f"{name}/{source}": values[source] for name, values in parts.items() for source in values}
+    if plan.participation != "carry":
+        fields["participation"] = plan.participation
+    if plan.picks is not None:
+        fields["arrived"] = [[i.source, i.start, i.stop] for i in plan.intervals]
+    return fields
 
 
 class Audit:
@@ -73,10 +105,10 @@ class Audit:
             path.parent.mkdir(exist_ok=True)
             self.file = path.open("a")
 
-    def write(self, step: int, sources: list[str], indices: list[int], weight: float) -> None:
-        """`indices` (k,) of the samples, each of `weight` (without the factor W of the ranks)."""
+    def write(self, step: int, own: Any) -> None:
+        """`own`: the samples of this process (data.Share), with weights without the factor W of the ranks."""
         if self.file:
-            several = {"sources": sources} if len(set(sources)) > 1 else {}
-            line = {"step": step, "indices": indices, "weights": [weight] * len(indices), **several}
+            several = {"sources": own.sources} if len(own.counts) > 1 else {}
+            line = {"step": step, "indices": own.indices, "weights": own.weights, **several}
             self.file.write(json.dumps(line) + "\n")
             self.file.flush()

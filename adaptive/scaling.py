@@ -20,6 +20,23 @@ end cut short has G = n.
 over all ranks and passes: for w = 1/n this is the mean over tokens (not a mean of means, which is another
 objective).
 
+**Several sources.** G = sum of G_s and n = sum of n_s: by (2) to (4) every sample of the step weighs the
+same, whatever its source; a source's part in the gradient is its part of the samples. With --source_weights
+lambda_s, in proportions, a sample of source s weighs
+
+    w_s = w lambda_s / r_s,    r_s = G_s / G                                                           (5)
+
+with w from (2) to (4), and lambda summing to 1 over the sources with r_s > 0. Then n_s w_s has the mean
+lambda_s over the steps for every source, however small G_s is, and a step without a sample of s owes it
+nothing: the next one that has some weighs 1/r_s. For G >= 1, w_s is lambda_s / G_s; lambda_s = r_s is the
+default. Where w is 1/n (`realized`, a cut step) r_s is n_s / n.
+
+With --normalize_by tokens a token of source s then weighs n_s w_s / T_s, T_s counting the tokens of that
+source alone: else sources with long samples would take more than their lambda.
+
+**Reservoir.** A sample drawn from a slot (participation.py) has its w_s multiplied by max(0, 1 - k (u - U)),
+u being its uses so far, U their mean over the slots, and k --usage_correction.
+
 **Ranks.** A data-parallel engine averages gradients over its W ranks, so each rank's loss is multiplied by W;
 nothing else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the sum over ranks and passes is
 (1), whatever the number of ranks, their shares and the micro-batches.
@@ -55,13 +72,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from adaptive.config import BadSetting, Batch, Optim
-from adaptive.plan import StepPlan
+from adaptive.plan import StepPlan, exact
 from adaptive.schedules.literal import parse_call
 
 
 def mean_size(plan: StepPlan) -> Fraction:
     """M of equation (2): the size the step stands for, in samples over all processes."""
-    return Fraction(plan.size) if plan.cut else max(sum(plan.target.values()), Fraction(1))
+    return Fraction(max(plan.size, 1)) if plan.cut else max(sum(plan.target.values()), Fraction(1))
 
 
 def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
@@ -76,6 +93,17 @@ def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
         asked = plan.size if plan.cut else sum(plan.target.values())
         return 1 / (world_size * math.ceil(asked / world_size))
     return float(1 / mean_size(plan))
+
+
+def source_weights(batch: Batch, plan: StepPlan, world_size: int) -> dict[str, float]:
+    """w_s of equation (5), source -> weight of one of its samples, without the factor W; 0 without one."""
+    weight, counts = sample_weight(batch, plan, world_size), plan.counts
+    if not batch.source_weights or not plan.size:
+        return {source: weight if n else 0.0 for source, n in counts.items()}
+    sizes = counts if plan.cut or batch.fractional_scaling == "realized" else plan.target
+    shares = dict(zip(plan.target, map(exact, batch.source_weights), strict=True))
+    unit = sum(sizes.values()) / sum(share for source, share in shares.items() if sizes[source])
+    return {s: weight * float(unit * shares[s] / sizes[s]) if counts[s] else 0.0 for s in counts}
 
 
 def loss_scale(weight: float, size: int, world_size: int, items: int | None) -> float:

@@ -20,11 +20,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
-from adaptive.config import Batch, Config
-from adaptive.data import Data, fetch
+from adaptive.config import Config
+from adaptive.data import Data, Share
 from adaptive.engine import weights_drawn_whole
 from adaptive.noise_scale import PassNorms
 from adaptive.plan import StepPlan
@@ -34,7 +33,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}  # 
 
 def check_step(
     config: Config, engine: Any, task: Any, data: Data, plan: StepPlan, step: int, gradient: Callable,
-    own: list, weight: float, report: Any,
+    weights: dict[str, float], own: Share, report: Any,
 ) -> dict[str, float | None]:  # fmt: skip
     """{"self_check": relative difference} at every --self_check steps, else {}; collective.
 
@@ -45,9 +44,9 @@ def check_step(
         return {}
     with _untouched(engine, step):
         model = _bare_model(config, engine, task)
-        alone = Alone(engine, model)
-        engine.from_rank0(lambda: _alone_gradient(gradient, alone, task, data, plan, weight, config.batch))
-        gradient(engine, task, own, data.idle_row, plan.size, weight, config.batch)
+        alone, whole = Alone(engine, model), data.share(plan, weights, whole=True)
+        engine.from_rank0(lambda: gradient(alone, task, whole, data.idle_row, config.batch) and None)
+        gradient(engine, task, own, data.idle_row, config.batch)
         squares = [(0.0, 0.0)]
         for at, reduced in enumerate(engine.full_gradient()):
             if engine.is_main:
@@ -94,19 +93,8 @@ class Alone:
     def sum(self, values: list[float]) -> list[float]:
         return list(map(float, values))
 
-    def sum_integers(self, values: list[int]) -> list[int]:
-        return values
-
-
-def _alone_gradient(
-    gradient: Callable, alone: Alone, task: Any, data: Data, plan: StepPlan, weight: float, batch: Batch
-) -> None:
-    """Rank 0's own: every sample of the step, in the order of the line."""
-    rows = []
-    for interval in plan.intervals:
-        source = data.sources[interval.source]
-        rows += fetch(source.dataset, source.order.indices(np.arange(interval.start, interval.stop)))
-    gradient(alone, task, rows, data.idle_row, plan.size, weight, batch)
+    def start_sum(self, values: list[int]) -> Callable[[], list[int]]:
+        return lambda: values
 
 
 def _compared(own: torch.Tensor | None, reduced: torch.Tensor | None) -> tuple[float, float]:

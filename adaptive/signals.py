@@ -12,8 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from adaptive import noise_scale
-from adaptive.config import BadSetting
+from adaptive.config import BadSetting, Config, warn
 
 KNOWN = {
     "step": "decisions so far",
@@ -38,9 +40,18 @@ KNOWN = {
     "samples_per_second": "of the last step",
     "world_size": "data-parallel processes",
     "size_unit": "samples over all processes that a size of 1 stands for: 1, or W for per-device sizes",
+    "current_sizes": "{source: last target}, in the schedule's unit",
+    "task_ratios": "{source: share of the samples}, averaged with a half-life of 10 steps that have some",
+    "new_data_ratio": "share of the sources named by --new_sources, averaged like task_ratios",
+    "difficulty": "of the last step's samples: mean of --difficulty_column, else of 1 - exp(-loss)",
+    "source_loss": "{source: loss}, each of the last step that had samples of it; loss/SOURCE in records",
+    "source_coverage": "{source: share of its running epoch used}; coverage/SOURCE in records",
 }
 # Recorded by name when in use; the others are in every record.
 MEASURED = noise_scale.SIGNALS | {
+    "task_ratios",
+    "new_data_ratio",
+    "difficulty",
     "loss_ema",
     "eval_loss",
     "memory_usage",
@@ -62,53 +73,101 @@ class Measured:
     finite: bool
     seconds: float  # rank 0's clock
     stop: bool  # a signal asked some process to stop
+    source_loss: dict[str, float | None]  # source -> mean over its samples or tokens, None without any
+    difficulty: float | None
     passes: tuple[float, ...] | None  # means of |g_k|^2 and 1/b_k, samples, their weight (noise_scale.py)
     memory_usage: float | None
 
     @classmethod
     def reduce(
-        cls, engine: Any, loss_sum: Any, weighing: int, items: int, token_counts: list[tuple]
+        cls, engine: Any, own: Any, losses: list, items: list, by_tokens: bool, padding: list
     ) -> Measured:
-        """This rank's sums -> Measured, in one fp64 all-reduce and one host read of the device.
+        """What this rank ran -> Measured, in one fp64 all-reduce and one host read of the device.
 
-        `weighing`: what the loss is a mean over (samples or tokens). `token_counts`: (input, padding) per
-        real pass.
+        own: what it trained on (data.Share). losses, items: of each pass (rows,), sums over a sample's
+        supervised items, and their number. padding: (input, padding) tokens of each real pass.
         """
-        norms = engine.norms
-        own_loss, own_square, own_passes = engine.read(
-            loss_sum, engine.squared_norm(), norms.total(engine.device)
+        norms, (weighing, sums) = engine.norms, _source_sums(own, losses, items, by_tokens)
+        difficulty = _difficulty(own, losses, items) if "difficulty" in engine.wanted else []
+        own_square, own_passes, *read = engine.read(
+            engine.squared_norm(), norms.total(engine.device), *sums, *difficulty[:1]
         )
         if not engine.sharded:  # every rank holds the whole gradient
             own_square /= engine.world_size
-        inputs, padding = (
-            (sum(counts) for counts in zip(*token_counts, strict=True)) if token_counts else (0, 0)
-        )
+        inputs, padded = (sum(counts) for counts in zip(*padding, strict=True)) if padding else (0, 0)
         clock = engine.seconds() if engine.rank == 0 else 0.0
         slots: list[float] = []
         if "memory_usage" in engine.wanted:  # a maximum, through a sum: one place for each rank
             slots = [0.0] * engine.world_size
             slots[engine.rank] = engine.memory_usage()
-        own = [own_loss, weighing, own_square, items, inputs, padding, clock, engine.stop_asked]
-        own += [own_passes, *norms.sums, *slots]
-        loss, weight, square, items, inputs, padding, seconds, stops, *rest = engine.sum(own)
-        pass_square, inverse, n, samples, total, *memory = rest
+        n_own = sum(int(count.sum()) for count in items)
+        sent = [own_square, n_own, inputs, padded, clock, engine.stop_asked, own_passes, *norms.sums]
+        sent += [*weighing, *read, *difficulty[1:], *slots]
+        square, n_items, inputs, padded, seconds, stops, *rest = engine.sum(sent)
+        (pass_square, inverse, n, samples, total), rest = rest[:5], rest[5:]
+        k, d = len(own.counts), len(difficulty)
+        weights, losses, (hard, memory) = rest[:k], rest[k : 2 * k], (rest[2 * k :][:d], rest[2 * k + d :])
+        loss, weight = sum(losses), sum(weights)
         finite = math.isfinite(loss) and math.isfinite(square)  # one rank's NaN or inf is in the sum of all
         return cls(
-            loss=loss / weight if math.isfinite(loss) and weight else None,
-            grad_norm=math.sqrt(square) if finite and items else None,
-            items=int(items),
+            loss=_mean(loss, weight),
+            grad_norm=math.sqrt(square) if finite and n_items else None,
+            items=int(n_items),
             input_tokens=int(inputs),
-            padding_tokens=int(padding),
+            padding_tokens=int(padded),
             finite=finite,
             seconds=seconds,
             stop=stops > 0,
+            source_loss={name: _mean(*pair) for name, *pair in zip(own.counts, losses, weights, strict=True)},
+            difficulty=_mean(*hard) if hard else None,
             passes=(pass_square / n, inverse / n, samples, total) if n else None,
             memory_usage=max(memory, default=None),
         )
 
 
-def wanted(named: set[str], tracked: tuple[str, ...]) -> frozenset[str]:
-    """Signals in use: those a schedule names and those of --track. BadSetting for an unknown one."""
+def _mean(total: float, count: float) -> float | None:
+    return total / count if count and math.isfinite(total) else None
+
+
+def _source_sums(
+    own: Any, losses: list, items: list, by_tokens: bool
+) -> tuple[list[int], list[torch.Tensor]]:
+    """This rank's (weight of the loss, sum of losses on the device), each by source."""
+    n, parts = len(own.rows), list(own.counts.values())
+    counts, sums = torch.cat(items)[:n], torch.cat(losses)[:n].double()
+    if by_tokens:
+        weights = counts
+    else:
+        weights, sums = (counts > 0).long(), sums / counts.clamp(min=1).to(sums.device)
+    return [int(part.sum()) for part in weights.split(parts)], [part.sum() for part in sums.split(parts)]
+
+
+def _difficulty(own: Any, losses: list, items: list) -> list:
+    """[sum on the device, number] of this rank's samples; by loss only of those that are supervised."""
+    n, sums = len(own.rows), torch.cat(losses).double()
+    if own.difficulty is not None:
+        return [torch.tensor(sum(own.difficulty), dtype=torch.float64, device=sums.device), n]
+    counts = torch.cat(items)[:n].to(sums.device)
+    hard = -torch.expm1(-sums[:n] / counts.clamp(min=1))
+    return [torch.where(counts > 0, hard, 0.0).sum(), sum(int((count > 0).sum()) for count in items)]
+
+
+def wanted(named: set[str], tracked: tuple[str, ...], config: Config) -> frozenset[str]:
+    """Signals in use: those a schedule names and those of --track. BadSetting for an unknown one, and for one
+    that this run cannot have.
+    """
+    if "new_data_ratio" in named and not config.data.new_sources:
+        raise BadSetting("the schedule follows new_data_ratio and no source is new; write --new_sources NAME")
+    several = len(config.data.dataset_name) > 1 or config.batch.participation == "reservoir"
+    unequal = sorted(noise_scale.SIGNALS & {*named, *tracked}) if several else []
+    if set(unequal) & named:
+        raise BadSetting(
+            f"the schedule follows {unequal[0]}, which is measured with one source and without a reservoir: "
+            "passes of other sources differ by more than noise; write another --schedule"
+        )
+    if unequal:
+        warn(f"{unequal[0]} is not measured with several sources or a reservoir: its value stays null")
+        named, tracked = set(named) - set(unequal), tuple(t for t in tracked if t not in unequal)
     unknown = [name for name in tracked if name not in KNOWN]
     if unknown:
         raise BadSetting(f"--track {unknown[0]} is no signal; write one of {', '.join(KNOWN)}")
@@ -121,6 +180,7 @@ def before_step(state: Any, world_size: int, lr_decay: float) -> dict[str, Any]:
         "step": state.step,
         "updates": state.updates,
         "current_size": state.size,
+        "current_sizes": state.sizes,
         "initial_size": state.initial_size,
         "samples": state.samples,
         "tokens": state.tokens,
@@ -130,13 +190,17 @@ def before_step(state: Any, world_size: int, lr_decay: float) -> dict[str, Any]:
 
 
 def after_step(
-    state: Any, record: dict[str, Any], measured: Measured | None, before: float, half_life: float
-) -> None:
+    state: Any, plan: Any, lengths: Any, record: dict[str, Any], measured: Measured | None, before: float,
+    config: Config,
+) -> None:  # fmt: skip
     """Remember what the step measured, in state.signals; a value that was not measured stays as it was.
 
-    before: the run's seconds before the step; half_life: of the noise scale's averages, in samples.
+    before: the run's seconds before the step.
     """
     seen, seconds = state.signals, state.seconds - before
+    seen["source_coverage"] = lengths.coverage(state.cursor)
+    if measured:
+        _learn_sources(seen, plan, measured, config.data.new_sources)
     for name in ("epoch", "train_coverage", "learning_rate", "loss", "grad_norm"):
         if record[name] is not None:
             seen[name] = record[name]
@@ -148,7 +212,20 @@ def after_step(
     if measured and measured.memory_usage is not None:
         seen["memory_usage"] = measured.memory_usage
     if measured and measured.passes and not record["skipped"]:
-        _learn_noise(state, record, measured, half_life)
+        _learn_noise(state, record, measured, config.batch.noise_half_life)
+
+
+def _learn_sources(seen: dict, plan: Any, measured: Measured, new_sources: tuple[str, ...]) -> None:
+    shares = {source: n / plan.size for source, n in plan.counts.items()}
+    kept = shares | seen.get("task_ratios", {})
+    seen["task_ratios"] = {
+        source: LOSS_EMA_KEEP * kept[source] + (1 - LOSS_EMA_KEEP) * share for source, share in shares.items()
+    }
+    seen["new_data_ratio"] = sum(seen["task_ratios"][source] for source in new_sources)
+    losses = {source: loss for source, loss in measured.source_loss.items() if loss is not None}
+    seen["source_loss"] = seen.get("source_loss", {}) | losses
+    if measured.difficulty is not None:
+        seen["difficulty"] = measured.difficulty
 
 
 def _learn_noise(state: Any, record: dict[str, Any], measured: Measured, half_life: float) -> None:

@@ -33,12 +33,14 @@ class RunState:
     seconds: float = 0.0  # wall clock of rank 0, resumes added up
     world_size: int = 1  # of the first start: the unit of per-device sizes
     size: float = 0.0  # last target, in the schedule's unit
+    sizes: dict[str, float] = field(default_factory=dict)  # source -> its part of `size`
     initial_size: float = 0.0  # of decision 1, in the schedule's unit
     cursor: dict[str, int] = field(default_factory=dict)  # source -> next position
     carry: dict[str, Fraction] = field(default_factory=dict)  # source -> asked for and not yet run, in [0, 1)
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> steps
     skipped_in_a_row: int = 0  # non-finite steps since the last good one
-    signals: dict[str, float | None] = field(default_factory=dict)  # last value of each signal
+    reservoir: dict[str, list] = field(default_factory=dict)  # source -> slots: [position, uses] or None
+    signals: dict[str, Any] = field(default_factory=dict)  # last value of each signal
     beta2_product: float = 1.0  # of Adam's beta2 in all updates, for its bias correction
     noise: dict[str, float] | None = None  # running sums of the noise scale's two parts
     invalid: int = 0  # measurements that gave no estimate
@@ -89,6 +91,8 @@ class RunState:
         self.samples += plan.size
         self.cursor, self.carry = plan.cursor, plan.carry
         self.size, self.schedule = decision["size"], decision["schedule"]
+        self.sizes = decision.get("sizes", self.sizes)
+        self.reservoir = plan.reservoir or self.reservoir
         self.seconds = measured.seconds if measured else decision["seconds"]
         if measured:
             self.tokens += measured.items

@@ -87,7 +87,7 @@ class Parts:
         engine = train.Engine
         for owner, name, part in (
             (train, "decide", "decide"), (train.signals, "before_step", "decide"),
-            (engine, "from_rank0", "agree"), (train, "plan_step", "plan"), (engine, "seed", "seed"),
+            (engine, "from_rank0", "agree"), (train, "plan_with", "plan"), (engine, "seed", "seed"),
             (train.Data, "share", "fetch"),
             (CausalLM, "collate", "collate"), (CausalLM, "items", "count"),
             (CausalLM, "token_counts", "count"),

@@ -144,7 +144,7 @@ def test_config_yaml_reads_back_what_it_was(tmp_path):
 def test_aliases_and_dashes(tmp_path):
     """Mutation: ALIASES left out of `_check_name`: --model is "not a setting"."""
     config = parse(["--model", "gpt2", "--dataset", "rows.csv", "--batch-size", "4"])
-    assert (config.model.model_name_or_path, config.data.dataset_name) == ("gpt2", "rows.csv")
+    assert (config.model.model_name_or_path, config.data.dataset_name) == ("gpt2", ("rows.csv",))
     assert config.batch.batch_size == 4
 
 

@@ -22,6 +22,7 @@ from launching import audits, records
 import train
 from adaptive import scaling
 from adaptive.config import BadSetting, parse
+from adaptive.data import Share
 from adaptive.engine import Engine
 from adaptive.evaluate import evaluate
 from adaptive.plan import Lengths, exact, plan_step, share
@@ -245,7 +246,8 @@ def step(engine: Engine, task: Task, rows: list[dict], weight: float | None = No
     settings.normalize_by = batch.pop("normalize_by", "tokens")
     settings.micro_batch_size = batch.pop("micro_batch_size", 64)
     weight = 1 / len(rows) if weight is None else weight
-    return train.gradient(engine, task, rows, lambda: make_rows(N_ROWS)[0], len(rows), weight, settings)
+    own = Share.alike(rows, len(rows), weight)
+    return train.gradient(engine, task, own, lambda: make_rows(N_ROWS)[0], settings)
 
 
 # The gradient
@@ -290,15 +292,9 @@ def test_gradient_is_the_weighted_sum_for_every_cut(by_tokens, policy):
                 for rank in range(world_size):
                     one = as_rank(engine, rank, world_size, sum(map(n_supervised, rows)))
                     own = [dataset[at] for _, positions in share(plan, rank, world_size) for at in positions]
-                    train.gradient(
-                        one,
-                        task,
-                        own,
-                        lambda: dataset[0],
-                        plan.size,
-                        scaling.sample_weight(engine.config.batch, plan, world_size),
-                        engine.config.batch,
-                    )
+                    weighed = scaling.sample_weight(engine.config.batch, plan, world_size)
+                    part = Share.alike(own, plan.size, weighed)
+                    train.gradient(one, task, part, lambda: dataset[0], engine.config.batch)
                     # The engine's average over ranks.
                     torch._foreach_add_(added, gradients(engine), alpha=1 / world_size)
                     engine.discard()

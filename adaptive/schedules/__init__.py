@@ -24,7 +24,7 @@ from typing import Any
 
 from adaptive.config import BadSetting, Batch, Config, warn
 from adaptive.plan import Lengths, exact
-from adaptive.schedules import feedback, open_loop
+from adaptive.schedules import feedback, mixing, open_loop
 from adaptive.schedules.literal import parse_call
 from adaptive.state import RunState
 
@@ -121,7 +121,7 @@ def first_size(schedule: Schedule, batch: Batch) -> float:
         batch.batch_size if batch.per_device_train_batch_size is None else batch.per_device_train_batch_size
     )
     if schedule.start is None:
-        size = 8.0 if asked is None else asked
+        size = (sum(batch.source_sizes) or 8.0) if asked is None else asked
     else:
         size = checked(schedule.start, schedule.name, 1)
         if asked is not None and asked != size:
@@ -228,8 +228,9 @@ def decide(
 ) -> dict[str, Any]:
     """The size of the next step, in JSON values that every rank can be sent; called on rank 0 only.
 
-    {"size": in the schedule's unit, "target": G as "p/q", "clamped": why the schedule's own answer was not
-    taken, "schedule": its memory, "seconds": `seconds`}. Decision 1 uses the initial size.
+    {"size": in the schedule's unit, "target": G as "p/q", "sizes" and "targets": the same by source,
+    "clamped": why the schedule's own answer was not taken, "schedule": its memory, "seconds": `seconds`}.
+    Decision 1 uses the initial size.
     """
     step = state.step + 1
     answer: Any = state.initial_size
@@ -241,6 +242,7 @@ def decide(
             raise BadSetting(
                 f"the schedule {schedule.name} failed at step {step}: {described(error)}"
             ) from error
+    parts, answer = _by_source(answer, schedule.name, step, batch, list(lengths.sources))
     size = checked(answer, schedule.name, step)
     clamped = None
     if batch.max_batch_size is not None and size > batch.max_batch_size:
@@ -256,15 +258,42 @@ def decide(
         target, clamped = Fraction(rows), f"the dataset's {rows} rows"
         if batch.fraction == "participate":
             size = float(target / global_size(1.0, batch, state.world_size))
+    parts = (
+        parts or dict(zip(lengths.sources, map(exact, batch.source_sizes), strict=False)) or lengths.sources
+    )
+    shares = {source: Fraction(part) / sum(parts.values()) for source, part in parts.items()}
     if clamped:
         clamped = f"the schedule asks for more than {float(target):g} samples, which is held at {clamped}"
     return {
         "size": size,
         "target": str(target),
+        "targets": {source: str(target * share) for source, share in shares.items()},
+        "sizes": {source: float(exact(size) * share) for source, share in shares.items()},
         "clamped": clamped,
         "schedule": schedule.state_dict(),
         "seconds": seconds,
     }
+
+
+def _by_source(
+    answer: Any, schedule: str, step: int, batch: Batch, sources: list[str]
+) -> tuple[dict[str, Fraction], Any]:
+    """({source: its part}, their sum) of an answer {source: size}; ({}, the answer) of a single number."""
+    if not isinstance(answer, dict) or not answer:
+        return {}, answer
+    if set(answer) != set(sources):
+        raise BadSetting(
+            f"the schedule {schedule} returned sizes of {', '.join(map(str, answer))} at "
+            f"step {step}; it must return one for each of {', '.join(sources)}, 0 for no samples"
+        )
+    if batch.fraction == "accumulate":
+        raise BadSetting(
+            f"the schedule {schedule} returned a size for each source at step {step}: with --fraction "
+            "accumulate a size is the share of an update that one pass is; write --fraction participate"
+        )
+    zero = {s: answer[s] for s in sources if isinstance(answer[s], Real) and answer[s] == 0}
+    parts = {s: Fraction(0) if s in zero else exact(checked(answer[s], schedule, step)) for s in sources}
+    return parts, float(sum(parts.values()))
 
 
 def checked(size: Any, schedule: str, step: int) -> float:
@@ -312,4 +341,7 @@ SCHEDULES: dict[str, Callable] = {
     "loss_plateau": feedback.loss_plateau,
     "cabs": feedback.cabs,
     "goodput": feedback.goodput,
+    "task_aware": mixing.task_aware,
+    "incremental": mixing.incremental,
+    "curriculum": mixing.curriculum,
 }

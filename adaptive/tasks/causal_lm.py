@@ -4,6 +4,7 @@ answers alone.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,9 +46,10 @@ class CausalLM(Task):
         corpus = load_corpus(config.data, config.run.seed, config.model.trust_remote_code, messages=True)
         tokenizer = build_tokenizer(config, PRESETS)
         self.label_smoothing = config.optim.label_smoothing_factor
+        plain = replace(config, data=replace(config.data, difficulty_column=None))
         rows = [
-            None if rows is None else self.rows(rows, tokenizer, config)
-            for rows in (corpus.train, corpus.eval)
+            self.rows(corpus.train, tokenizer, config),
+            None if corpus.eval is None else self.rows(corpus.eval, tokenizer, plain),
         ]
         return Loaded(*rows, tokenizer, fingerprint(corpus.train))
 
@@ -56,7 +58,7 @@ class CausalLM(Task):
         length, talks = config.data.sequence_length, "messages" in dataset.column_names
         packing = config.data.packing = config.data.packing or ("none" if talks else "stream")
         if packing == "stream" and not talks:
-            return pack(dataset, tokenizer, length)
+            return pack(dataset, tokenizer, length, config.data.difficulty_column)
         if packing == "stream":
             raise BadSetting("--packing stream is for texts; write documents or none for conversations")
         documents = chat.encode(dataset, tokenizer, length) if talks else split(dataset, tokenizer, length)

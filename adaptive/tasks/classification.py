@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from adaptive.config import Config
+from adaptive.config import BadSetting, Config
 from adaptive.corpus import fingerprint, load_corpus, stdlib_pieces
 from adaptive.tasks import Loaded, Task, build_model, build_tokenizer
 
@@ -31,11 +31,16 @@ class Classification(Task):
         corpus = load_corpus(config.data, config.run.seed, config.model.trust_remote_code, need_labels=True)
         if config.data.dataset_name == "stdlib":
             corpus = stdlib_pieces(corpus, length)
+        if corpus.label_names != getattr(self, "names", corpus.label_names):
+            raise BadSetting(
+                f"dataset {config.data.dataset_name} has the classes {', '.join(corpus.label_names[:10])}, "
+                f"another source {', '.join(self.names[:10])}; sources of one run need the same"
+            )
         self.names = corpus.label_names
         self.tokenizer = build_tokenizer(config, PRESETS)
         self.pad = self.pad | {"input_ids": self.tokenizer.pad_token_id or 0}
         return Loaded(
-            encode(corpus.train, self.tokenizer, length),
+            encode(corpus.train, self.tokenizer, length, config.data.difficulty_column),
             None if corpus.eval is None else encode(corpus.eval, self.tokenizer, length),
             self.tokenizer,
             fingerprint(corpus.train),
@@ -67,13 +72,15 @@ class Classification(Task):
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == batch["label"]).float()}
 
 
-def encode(dataset: Any, tokenizer: Any, length: int) -> Any:
-    """Columns text, label -> input_ids, attention_mask, label; longer texts are cut. Cached by `datasets`."""
+def encode(dataset: Any, tokenizer: Any, length: int, kept: str | None = None) -> Any:
+    """Columns text, label -> input_ids, attention_mask, label, and `kept` if it is there; longer texts are
+    cut. Cached by `datasets`.
+    """
     dataset = dataset.map(
         _encoded,
         batched=True,
         fn_kwargs={"tokenizer": tokenizer, "length": length},
-        remove_columns=[name for name in dataset.column_names if name != "label"],
+        remove_columns=[name for name in dataset.column_names if name not in ("label", kept)],
     )
     return dataset.with_format("numpy")
 

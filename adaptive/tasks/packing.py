@@ -8,21 +8,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
+from adaptive.config import BadSetting
+
 COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
 
 
-def pack(dataset: Any, tokenizer: Any, length: int) -> Any:
+def pack(dataset: Any, tokenizer: Any, length: int, averaged: str | None = None) -> Any:
     """Column "text" -> rows of `length` tokens, documents joined by the end token; the last row may be
     shorter.
 
-    Rows that already have input_ids stay as they are.
+    Rows that already have input_ids stay as they are. averaged: a column of numbers to keep, as the mean over
+    a row's tokens.
     """
+    if averaged not in (None, *dataset.column_names):
+        raise BadSetting(
+            f"--difficulty_column {averaged} is not in the data, which has {', '.join(dataset.column_names)}"
+        )
     if "input_ids" not in dataset.column_names:
-        settings = {"tokenizer": tokenizer, "length": length}
+        settings = {"tokenizer": tokenizer, "length": length} | ({"averaged": averaged} if averaged else {})
         dataset = dataset.map(
             _packed, batched=True, batch_size=1000, fn_kwargs=settings, remove_columns=dataset.column_names
         )
-    return columns(dataset)
+    return columns(dataset, averaged)
 
 
 def split(dataset: Any, tokenizer: Any, length: int) -> Any:
@@ -49,8 +58,9 @@ def bundle(dataset: Any, length: int) -> Any:
     return columns(dataset)
 
 
-def columns(dataset: Any) -> Any:
-    return dataset.select_columns([c for c in COLUMNS if c in dataset.column_names]).with_format("numpy")
+def columns(dataset: Any, also: str | None = None) -> Any:
+    known = [c for c in (*COLUMNS, also) if c in dataset.column_names]
+    return dataset.select_columns(known).with_format("numpy")
 
 
 def _documents(texts: list[str], tokenizer: Any) -> list[list[int]]:
@@ -64,9 +74,16 @@ def _pieces(tokens: list[int], length: int) -> list[list[int]]:
     return [row for row in rows if len(row) > 1]  # one token alone predicts nothing
 
 
-def _packed(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list]:
-    tokens = [token for document in _documents(texts["text"], tokenizer) for token in document]
-    return {"input_ids": _pieces(tokens, length)}
+def _packed(
+    texts: dict[str, list], tokenizer: Any, length: int, averaged: str | None = None
+) -> dict[str, list]:
+    documents = _documents(texts["text"], tokenizer)
+    rows: dict[str, list] = {"input_ids": _pieces([t for document in documents for t in document], length)}
+    if averaged:
+        each = np.repeat(np.array(texts[averaged], dtype=np.float64), [len(d) for d in documents])
+        starts = range(0, length * len(rows["input_ids"]), length)
+        rows[averaged] = [float(each[at : at + length].mean()) for at in starts]
+    return rows
 
 
 def _split(texts: dict[str, list[str]], tokenizer: Any, length: int) -> dict[str, list]:

@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import train
 from adaptive.config import BadSetting, parse
+from adaptive.data import Share
 from adaptive.engine import Engine
 from adaptive.evaluate import evaluate
 from adaptive.tasks import Loaded
@@ -213,7 +214,8 @@ def one_step(engine, task, numbers, micro, mode, weight=None):
     batch.micro_batch_size, batch.normalize_by = micro, mode
     own = [rows[number] for number in numbers[engine.rank :: engine.world_size]]
     weight = 1 / len(numbers) if weight is None else weight
-    return train.gradient(engine, task, own, lambda: rows[0], len(numbers), weight, batch)
+    part = Share.alike(own, len(numbers), weight)
+    return train.gradient(engine, task, part, lambda: rows[0], batch)
 
 
 def whole(engine) -> dict[str, torch.Tensor]:
