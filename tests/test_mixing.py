@@ -186,7 +186,7 @@ def test_gradient_weighs_sources_exactly_for_every_cut(by_tokens, lambdas):
             added = [torch.zeros_like(g) for g in expected]
             for rank in range(world_size):
                 one = as_rank(engine, rank, world_size, 0)
-                one.sum_integers = lambda values, totals=totals: totals
+                one.start_sum = lambda values, totals=totals: lambda: totals
                 data = Data(datasets, engine.config, rank, world_size)
                 for name, source in data.sources.items():  # in file order, as `rows` has them
                     source.order = SimpleNamespace(indices=lambda positions, n=ROWS[name]: positions % n)

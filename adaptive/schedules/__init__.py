@@ -258,9 +258,8 @@ def decide(
         target, clamped = Fraction(rows), f"the dataset's {rows} rows"
         if batch.fraction == "participate":
             size = float(target / global_size(1.0, batch, state.world_size))
-    parts = (
-        parts or dict(zip(lengths.sources, map(exact, batch.source_sizes), strict=False)) or lengths.sources
-    )
+    by_flag = dict(zip(lengths.sources, map(exact, batch.source_sizes), strict=False))
+    parts = parts or by_flag or lengths.sources
     shares = {source: Fraction(part) / sum(parts.values()) for source, part in parts.items()}
     if clamped:
         clamped = f"the schedule asks for more than {float(target):g} samples, which is held at {clamped}"
