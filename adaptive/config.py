@@ -437,6 +437,11 @@ def _check_arithmetic(config: Config) -> None:
             "--beta_scaling half_life knows the bias correction of --optim adamw_torch and its fused form; "
             f"it is {config.optim.optim}"
         )
+    if config.optim.beta_scaling == "half_life" and config.hardware.find_unused_parameters:
+        raise BadSetting(
+            "--beta_scaling half_life needs a gradient of every parameter in every step, and "
+            "--find_unused_parameters says that some have none; leave one of them out"
+        )
     if config.run.self_check and config.hardware.fp16:
         raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
 

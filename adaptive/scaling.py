@@ -58,7 +58,8 @@ of a constant g^2 is then v = g^2 (1 - prod beta2'_i), and Adam must divide by
     1 - prod_i beta2'_i      where torch divides by 1 - beta2'^t with the last beta2' alone              (6)
 
 (a growth by 8 at step 201 would double its update). With f^2 the ratio of the two, f * lr, f * epsilon and
-weight_decay / f in torch's own formula are exactly Adam with (6), under any engine that calls it.
+weight_decay / f in torch's own formula are exactly Adam with (6), under any engine that calls it. (A
+parameter without a gradient in a whole step, which torch passes over, would count fewer updates.)
 
 Pure Python, no torch.
 To add one: a decay or a rule is a line in the dictionaries at the foot.

@@ -27,7 +27,7 @@ SAMPLES = 8000
 SHARED = {  # of every run; the rate is that of 4 samples, other sizes follow by sqrt
     "max_samples": SAMPLES, "base_batch_size": 4, "lr_scheduler_type": "cosine", "report_to": "none",
     "eval_every": "never", "save_every": "never", "log_every": "never", "learning_rate": 2e-3,
-    "adam_beta2": 0.99,
+    "adam_beta2": 0.999,
 }  # fmt: skip
 CANDIDATES: dict[str, dict] = {
     "fixed 2": {"schedule": "constant()", "batch_size": 2},
@@ -79,7 +79,8 @@ def main() -> None:
     chosen.out.parent.mkdir(parents=True, exist_ok=True)
     results = json.loads(chosen.out.read_text()) if chosen.out.exists() else []
     there = {key(r["candidate"], r["settings"], r["seed"]) for r in results}
-    wanted = list(itertools.product(chosen.only, grid(chosen.tune), chosen.seeds))
+    points = grid(chosen.tune)  # one point without a setting where nothing is tuned
+    wanted = [(name, point, seed) for seed in chosen.seeds for name in chosen.only for point in points]
     missing = [job for job in wanted if key(*job) not in there]
 
     with ThreadPoolExecutor(chosen.jobs) as pool:
@@ -110,7 +111,8 @@ def show(results: list[dict]) -> None:
     best = min(fixed, key=lambda name: mean(groups[name], "eval_loss"))
     head = f"{'eval_loss':>9} {'spread':>8} {'steps':>7} {'fewer':>6} {'seconds':>8} {'over best':>9}"
     print(f"\n{'':48} {head}")
-    for name, runs in groups.items():
+    for name in sorted(groups, key=lambda name: mean(groups[name], "eval_loss")):
+        runs = groups[name]
         losses, steps = [r["eval_loss"] for r in runs], mean(runs, "steps")
         print(
             f"{name:48} {statistics.fmean(losses):9.4f} {max(losses) - min(losses):8.4f} {steps:7.0f} "

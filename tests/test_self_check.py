@@ -119,3 +119,5 @@ def test_adapted_runs_resume_exactly(tmp_path):
 def test_half_life_needs_adamw():
     arguments = ["--beta_scaling", "half_life", "--optim", "sgd"]
     refused(lambda: parse(arguments), "half_life", "adamw_torch", "sgd")
+    arguments = ["--beta_scaling", "half_life", "--find_unused_parameters"]
+    refused(lambda: parse(arguments), "half_life", "--find_unused_parameters")
