@@ -25,6 +25,7 @@ from typing import Any
 from adaptive.config import BadSetting, Batch, Config, warn
 from adaptive.plan import Lengths, exact
 from adaptive.schedules import feedback, open_loop
+from adaptive.schedules.candidate import candidate
 from adaptive.schedules.literal import parse_call
 from adaptive.state import RunState
 
@@ -286,4 +287,5 @@ SCHEDULES: dict[str, Callable] = {
     "norm_test": feedback.norm_test,
     "cosine_target": feedback.cosine_target,
     "loss_plateau": feedback.loss_plateau,
+    "candidate": candidate,
 }

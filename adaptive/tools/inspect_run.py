@@ -48,6 +48,8 @@ def summary(run: Run) -> list[str]:
     asked, ran = [r["target_batch_size"] for r in train], [r["batch_size"] for r in train]
     reasons = Counter(r["skipped"] for r in train if r["skipped"])
     skips = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
+    data = settings["dataset_name"]
+    data = data if isinstance(data, str) else ", ".join(data)
     ended = "finished" if (run.folder / "model").is_dir() else "not finished"
     seconds = max(last["seconds"], 1e-9)
     speeds = [f"{last[name] / seconds:,.1f} {name}/s" for name in ("samples", "tokens")]
@@ -55,7 +57,7 @@ def summary(run: Run) -> list[str]:
     rows = f" over {run.n_rows:,} rows" if run.n_rows else ""
     told = [
         f"run       {run.folder}, {ended}",
-        f"task      {settings['task']} on {settings['dataset_name']}, {settings['model_name_or_path']}",
+        f"task      {settings['task']} on {data}, {settings['model_name_or_path']}",
         f"schedule  {settings['schedule']}",
         f"sizes     asked {min(asked):g} to {max(asked):g}, mean {sum(asked) / len(asked):.4g}; "
         f"run {min(ran)} to {max(ran)}, mean {sum(ran) / len(ran):.4g}",
