@@ -23,7 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from adaptive.config import BadSetting, Batch, Config, Every, exit_with, parse_or_exit, save
+from adaptive.config import BadSetting, Batch, Config, Every, exit_with, parse_or_exit
 
 CONFIG = parse_or_exit() if __name__ == "__main__" else None  # before torch is imported: --help is quick
 
@@ -36,7 +36,7 @@ from adaptive.evaluate import tell_evaluation  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
 from adaptive.participation import plan_with  # noqa: E402
 from adaptive.plan import Lengths, exact, passes  # noqa: E402
-from adaptive.records import Audit, open_folder, train_record  # noqa: E402
+from adaptive.records import Audit, note_start, open_folder, train_record  # noqa: E402
 from adaptive.report import Report  # noqa: E402
 from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
 from adaptive.self_check import check_step  # noqa: E402
@@ -79,7 +79,7 @@ def main(config: Config) -> RunState:
     with Report(config, engine.accelerator, lengths.samples, state, checkpoints.run_id) as report:
         engine.listen()
         engine.clock_from(state.seconds)
-        engine.from_rank0(lambda: save(config, folder / "config.yaml"))
+        engine.from_rank0(lambda: note_start(config, state, engine))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
         while not (0 < run.max_steps <= state.step or stop):
             # Decide: rank 0 calls the schedule, every process gets the same exact number.

@@ -124,7 +124,9 @@ class Checkpoints:
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
         self.engine.load_state(self.opened, manifest)
-        self.saved_step, self.run_id = state.step, manifest["wandb_run_id"]
+        self.saved_step = state.step
+        if self.opened.parent.resolve() == self.folder.resolve():  # else a branch, which is a run of its own
+            self.run_id = manifest["wandb_run_id"]
         if self.engine.is_main:
             cut_back(Path(self.config.run.output_dir, "metrics.jsonl"), state.step)
         cut_back(Path(self.config.run.output_dir, "audit", f"rank{self.engine.rank}.jsonl"), state.step)

@@ -247,11 +247,17 @@ class Output:
     keep_last: int = 2
     """Checkpoints that are kept, the newest (checkpoints)."""
     report_to: tuple[str, ...] = ("wandb",)
-    """Trackers: wandb, tensorboard or none (names)."""
+    """Trackers: wandb, tensorboard, trackio or none; the last two are extras to be installed (names)."""
     project_name: str = "adaptive-batch"
     """Project of the trackers (name)."""
     run_name: str | None = None
     """Name of the run in the trackers; by default the output folder's (name)."""
+    run_group: str | None = None
+    """Runs that belong together in the trackers, such as the seeds of one experiment (name)."""
+    run_tags: tuple[str, ...] = ()
+    """Words to find the run by in the trackers (words)."""
+    run_notes: str | None = None
+    """What the run is about, in the trackers (text)."""
     track: tuple[str, ...] = ()
     """Signals to measure and record although no schedule names them, see adaptive/signals.py (names)."""
     audit: bool = False
@@ -414,9 +420,9 @@ def check(config: Config) -> Config:
         raise BadSetting("--warmup_samples and --warmup_ratio are both given; write one of them")
     if config.hardware.bf16 and config.hardware.fp16:
         raise BadSetting("--bf16 and --fp16 are both given; write one of them")
-    unknown = set(config.output.report_to) - {"wandb", "tensorboard", "none"}
+    unknown = set(config.output.report_to) - {"wandb", "tensorboard", "trackio", "none"}
     if unknown:
-        raise BadSetting(f"--report_to has {sorted(unknown)[0]!r}; write wandb, tensorboard or none")
+        raise BadSetting(f"--report_to has {sorted(unknown)[0]!r}; write wandb, tensorboard, trackio or none")
     for flag in ("eval_every", "log_every", "save_every"):
         Every.parse(settings[flag], flag)
     if run.resume_from_checkpoint and not run.output_dir:

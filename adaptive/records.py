@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
-from adaptive.config import BadSetting, Config
+from adaptive.config import BadSetting, Config, save
 from adaptive.plan import Lengths, StepPlan
 from adaptive.state import RunState
 
@@ -25,6 +26,15 @@ def open_folder(config: Config) -> str:
             f"--output_dir {folder}: {error.strerror}; write a folder that can be made"
         ) from None
     return str(folder)
+
+
+def note_start(config: Config, state: RunState, engine: Any) -> None:
+    """config.yaml, and a line of starts.jsonl, which remembers every start; on rank 0."""
+    folder = Path(config.run.output_dir)
+    save(config, folder / "config.yaml")
+    start = {"step": state.step, "world_size": engine.world_size, "engine": engine.describe()}
+    with (folder / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(start | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
 
 
 def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:

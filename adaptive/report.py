@@ -252,6 +252,8 @@ class Report:
                 if tracker.name == "tensorboard":
                     tracker.log(values, step=record["step"])
                     tracker.log({f"by_samples/{k}": v for k, v in values.items()}, step=record["samples"])
+                elif tracker.name == "trackio":  # whose own column is called step
+                    tracker.log({k: v for k, v in values.items() if k != "step"}, step=record["step"])
                 else:
                     tracker.log(values)
                 if tracker.name == "wandb" and record["kind"] == "eval":

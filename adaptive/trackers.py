@@ -1,10 +1,12 @@
-"""A run -> W&B or TensorBoard, through accelerate's trackers; on rank 0 only.
+"""A run -> W&B, TensorBoard or trackio, through accelerate's trackers; on rank 0 only.
 
 To add one: a line of TRACKERS, a function that returns a started accelerate `GeneralTracker`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shlex
 from pathlib import Path
@@ -50,6 +52,7 @@ def start_wandb(report: Report) -> Any:
     tracker = WandBTracker(
         output.project_name, name=output.run_name or report.folder.name, dir=str(report.folder),
         id=run_id, resume="allow" if run_id else None, mode=wandb_mode(wandb),
+        group=output.run_group, tags=list(output.run_tags) or None, notes=output.run_notes,
         config=report.config.flat(), settings=settings,
     )  # fmt: skip
     try:
@@ -82,4 +85,19 @@ def start_tensorboard(report: Report) -> Any:
     return tracker
 
 
-TRACKERS = {"wandb": start_wandb, "tensorboard": start_tensorboard}
+def start_trackio(report: Report) -> Any:
+    """Local; a resumed run goes on under its name. Every curve's x axis is trackio's own step: one a line."""
+    from accelerate.tracking import TrackioTracker
+
+    output = report.config.output
+    tracker = TrackioTracker(
+        output.project_name, name=output.run_name or report.folder.name, group=output.run_group,
+        config=report.config.flat(), resume="allow", embed=False,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):  # which tells how to open its dashboard, at length
+        tracker.start()
+    report.say(f"trackio  trackio show --project {shlex.quote(output.project_name)}")
+    return tracker
+
+
+TRACKERS = {"wandb": start_wandb, "tensorboard": start_tensorboard, "trackio": start_trackio}

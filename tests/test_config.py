@@ -196,7 +196,7 @@ def test_the_default_folder_is_new_and_named_after_the_task():
     (["--eval_every", "5 epochs"], ["--eval_every", "10000 samples"]),
     (["--log_every", "1.2.3 steps"], ["--log_every", "50 steps"]),
     (["--log_every=-5 steps"], ["--log_every", "50 steps"]),
-    (["--report_to", "mlflow"], ["--report_to", "'mlflow'", "wandb, tensorboard or none"]),
+    (["--report_to", "mlflow"], ["--report_to", "'mlflow'", "wandb, tensorboard, trackio or none"]),
     (["--config"], ["--config needs a YAML file"]),
     (["--config", "nowhere.yaml"], ["nowhere.yaml", "No such file"]),
     (["--config", "adaptive"], ["adaptive", "Is a directory"]),

@@ -25,6 +25,7 @@ from typing import Any
 from adaptive.config import BadSetting, Batch, Config, warn
 from adaptive.plan import Lengths, exact
 from adaptive.schedules import feedback, mixing, open_loop
+from adaptive.schedules.candidate import candidate
 from adaptive.schedules.literal import parse_call
 from adaptive.state import RunState
 
@@ -343,4 +344,5 @@ SCHEDULES: dict[str, Callable] = {
     "task_aware": mixing.task_aware,
     "incremental": mixing.incremental,
     "curriculum": mixing.curriculum,
+    "candidate": candidate,
 }

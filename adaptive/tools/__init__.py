@@ -1,0 +1,1 @@
+"""Programs beside the training loop: each `python -m adaptive.tools.NAME`; README, "Tools"."""

@@ -1,0 +1,110 @@
+"""The folder of a run -> its settings and its records, as the tools read them.
+
+Nothing here writes. A last line that a kill cut short is passed over.
+To add one: what several tools want to know of a run is a function here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from adaptive.config import BadSetting, Config, parse
+from adaptive.plan import Interval, Lengths, StepPlan, exact
+
+
+@dataclass(frozen=True)
+class Run:
+    """One output folder; BadSetting where it holds no run."""
+
+    folder: Path
+
+    def __post_init__(self):
+        if not (self.folder / "metrics.jsonl").is_file():
+            raise BadSetting(f"{self.folder} has no metrics.jsonl; write the --output_dir of a run")
+
+    @cached_property
+    def config(self) -> Config:
+        """Settings of the last start."""
+        return parse(["--config", str(self.folder / "config.yaml")])
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        return lines(self.folder / "metrics.jsonl")
+
+    @cached_property
+    def train(self) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] == "train"]
+
+    @cached_property
+    def evals(self) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] == "eval"]
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """{"step", "world_size", ...} of every start, in time; those of step 0 are fresh, others resumes."""
+        return lines(self.folder / "starts.jsonl")
+
+    @cached_property
+    def audits(self) -> dict[int, dict[int, dict[str, Any]]]:
+        """{rank: {step: its line}}, of the steps that were recorded; empty without --audit."""
+        paths = {int(p.stem.removeprefix("rank")): p for p in (self.folder / "audit").glob("rank*.jsonl")}
+        last = self.train[-1]["step"] if self.train else 0
+        return {
+            rank: {line["step"]: line for line in lines(path) if line["step"] <= last}
+            for rank, path in sorted(paths.items())
+        }
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Names, in the order of their first sample."""
+        return list(dict.fromkeys(source for record in self.train for source, _, _ in record["positions"]))
+
+    @cached_property
+    def cursor(self) -> dict[str, int]:
+        """Source -> its next position, after the last record."""
+        return {source: stop for record in self.train for source, _, stop in record["positions"]}
+
+    @cached_property
+    def n_rows(self) -> int | None:
+        """Sum of N over the sources, from the records; None before the first sample."""
+        passed = sum(self.cursor.values())
+        return round(passed / self.train[-1]["epoch"]) if passed else None
+
+    def world_size(self, step: int) -> int | None:
+        """Processes that ran this step; None where neither starts.jsonl nor an audit says."""
+        ran = [start["world_size"] for start in self.starts if start["step"] < step]
+        if ran:
+            return ran[-1]
+        return sum(step in audit for audit in self.audits.values()) or None
+
+    def lengths(self, n_rows: dict[str, int]) -> Lengths:
+        run = self.config.run
+        return Lengths(n_rows, exact(run.num_train_epochs), run.max_samples, run.max_steps)
+
+    def plan(self, record: dict[str, Any]) -> StepPlan:
+        """What `share` needs to know of a step."""
+        intervals = tuple(Interval(*interval) for interval in record["positions"])
+        target = dict.fromkeys(self.sources, Fraction(0))
+        return StepPlan(target, intervals, {}, {}, record["samples"] - record["batch_size"], False)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """JSON objects of a file, one a line; [] without one."""
+    found = []
+    if path.is_file():
+        for line in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def datasets_of(train: Any) -> dict[str, Any]:
+    """`Loaded.train`, of one source or of several -> {source: dataset}; the only one is called "train"."""
+    several = isinstance(train, dict)
+    return train if several else {"train": train}

@@ -1,0 +1,225 @@
+"""Records of a run -> what was checked and holds, or the first thing that does not.
+
+Three independent questions: do the positions cover each source once per epoch; do the sizes follow the
+schedule, asked again here with the signals that the records hold, and the carry; and did the processes train
+on the very rows (with --audit). The arithmetic is written down anew, from the README and not from plan.py.
+To add one: a generator that yields sentences of what holds and raises `Wrong`, and its name in `verify`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from adaptive import scaling
+from adaptive.config import BadSetting
+from adaptive.order import Order
+from adaptive.plan import CARRY_DENOMINATOR, exact, share
+from adaptive.schedules import decide, first_size, load_schedule
+from adaptive.state import RunState
+from adaptive.tools.runs import Run
+
+
+class Wrong(Exception):
+    """One line that says where the records contradict themselves."""
+
+
+def verify(run: Run, task: Any, n_rows: dict[str, int]) -> list[str]:
+    """Sentences of what holds; raises Wrong at the first thing that does not. `n_rows`: source -> N."""
+    if not run.train:
+        raise Wrong("metrics.jsonl has no decision")
+    if getattr(run.config.batch, "participation", "carry") == "reservoir":
+        return [
+            "the reservoir repeats and discards rows by nature: nothing to check but the counters",
+            *counters(run),
+        ]
+    told = [*counters(run), *positions(run, n_rows), *sizes(run, task, n_rows)]
+    return [*told, *rows(run, n_rows)] if run.audits else told
+
+
+def counters(run: Run) -> Iterator[str]:
+    """Steps count decisions, samples and updates add up."""
+    step = samples = updates = 0
+    for record in run.train:
+        step, samples, updates = (
+            step + 1, samples + record["batch_size"], updates + (record["skipped"] is None)
+        )  # fmt: skip
+        for name, counted in (("step", step), ("samples", samples), ("updates", updates)):
+            if record[name] != counted:
+                raise Wrong(f"step {record['step']}: {name} is {record[name]}, counted {counted}")
+    yield f"{step:,} steps, {updates:,} updates and {samples:,} samples add up"
+
+
+def positions(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
+    """Each source's intervals follow one another from 0 without gap or overlap, so each epoch has every
+    position once; with --epoch_end drop the rest of an epoch may be left out.
+    """
+    cursor = dict.fromkeys(n_rows, 0)
+    dropped = 0
+    for record in run.train:
+        if sum(stop - start for _, start, stop in record["positions"]) != record["batch_size"]:
+            raise Wrong(f"step {record['step']}: its positions are not {record['batch_size']} samples")
+        for source, start, stop in record["positions"]:
+            before, n = cursor[source], n_rows[source]
+            if start != before:
+                may_drop = run.config.batch.epoch_end == "drop" and len(n_rows) == 1
+                if not (may_drop and start > before and start == -(-before // n) * n):
+                    what = "repeats" if start < before else "leaves out"
+                    first, last = sorted((start, before))
+                    raise Wrong(f"step {record['step']} {what} positions {first:,} to {last:,} of {source}")
+                dropped += start - before
+            cursor[source] = stop
+    for source, stop in cursor.items():
+        whole, rest = divmod(stop, n_rows[source])
+        yield f"{source}: every position from 0 to {stop:,} once ({whole} whole epochs and {rest:,} samples)"
+    if dropped:
+        yield f"{dropped:,} samples at the ends of epochs dropped, as --epoch_end drop says"
+
+
+def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
+    """The sizes asked for are what the schedule answers, the sizes run are what the carry makes of them."""
+    again, carry = Again(run, task, n_rows), Fraction(0)
+    drawn = getattr(run.config.batch, "participation", "carry") == "bernoulli"
+    for record in run.train:
+        target, n = again.target(record) or exact(record["target_batch_size"]), record["batch_size"]
+        if float(target) != record["target_batch_size"]:
+            raise Wrong(
+                f"step {record['step']}: {again.text} asks for {float(target):g} samples, the record says "
+                f"{record['target_batch_size']:g}"
+            )
+        after = carry + target - n
+        fits = 0 <= after < len(n_rows) and abs(float(after) - record["carry"]) <= 1e-9
+        if drawn:
+            fits = n in (target // 1, -(-target // 1))
+        cut = n < (carry + target) // 1 and record["carry"] == 0 and _may_cut(run, record, n_rows)
+        if not (fits or cut):
+            raise Wrong(
+                f"step {record['step']}: {float(carry):g} was carried over and {float(target):g} asked for, "
+                f"but {n} samples were run and {record['carry']:g} carried on"
+            )
+        carry = after if fits and not drawn else Fraction(0)
+        if carry.denominator > CARRY_DENOMINATOR:
+            carry = carry.limit_denominator(CARRY_DENOMINATOR)
+        again.learn(record)
+    yield f"{len(run.train):,} sizes run follow from the sizes asked for, to the sample"
+    yield again.said
+
+
+def _may_cut(run: Run, record: dict[str, Any], n_rows: dict[str, int]) -> bool:
+    """Whether this step may be shorter than asked: at the run's end, or at an epoch's with --epoch_end
+    keep.
+    """
+    policy = run.config.batch.epoch_end if len(n_rows) == 1 else "wrap"
+    run_end = record["samples"] == run.lengths(n_rows).samples
+    run_end = run_end or any(
+        start["step"] == record["step"] for start in run.starts
+    )  # of a shorter run, then
+    epoch_end = any(stop % n_rows[source] == 0 for source, _, stop in record["positions"])
+    return (run_end and policy != "drop") or (epoch_end and policy == "keep")
+
+
+class Again:
+    """The schedule, asked once more for every step of a run."""
+
+    def __init__(self, run: Run, task: Any, n_rows: dict[str, int]):
+        from adaptive import signals
+
+        self.run, self.lengths, self.signals = run, run.lengths(n_rows), signals
+        self.evals = {record["step"]: record["eval_loss"] for record in run.evals}
+        self.batch, self.text = run.config.batch, run.config.batch.schedule
+        self.decay = scaling.parse_decay(run.config.optim)
+        self.schedule, self.said = None, f"{self.text}: every size asked for is its answer"
+        known = {*signals.KNOWN, *task.signals()}
+        try:
+            schedule = load_schedule(run.config, known)
+        except BadSetting as error:
+            self.said = f"the schedule was not asked again: {error}"
+            return
+        inputs = {"step", "updates", "current_size", "initial_size", "samples", "tokens", "lr_decay", "epoch"}
+        inputs |= {"train_coverage", "learning_rate", "loss", "grad_norm", "loss_ema", "world_size"}
+        missing = schedule.signals - inputs - set(run.train[-1])
+        if missing:
+            self.said = f"{self.text} was not asked again: the records have no {', '.join(sorted(missing))}"
+            return
+        self.schedule = schedule
+        self.state = RunState.fresh(list(n_rows), self._first_processes(), first_size(schedule, self.batch))
+
+    def _first_processes(self) -> int:
+        """W of the first start, the unit of per-device sizes: from the first size, which is in samples."""
+        if self.run.starts:
+            return self.run.starts[0]["world_size"]
+        share, first = self.batch.per_device_train_batch_size, self.run.train[0]["target_batch_size"]
+        if share is None:
+            return 1
+        if self.batch.fraction == "accumulate":
+            return max(1, round(first * share / self.batch.samples_per_pass))
+        return max(1, round(first / share))
+
+    def target(self, record: dict[str, Any]) -> Fraction | None:
+        """G of this step as the schedule answers now; None where it cannot be asked."""
+        if self.schedule is None:
+            return None
+        progress = self.lengths.progress(self.state.cursor, self.state.samples, self.state.step)
+        world_size = self.run.world_size(record["step"]) or 1
+        seen = self.signals.before_step(self.state, world_size, self.decay(progress))
+        decision = decide(self.schedule, self.state, seen, self.batch, self.lengths, 0.0)
+        self.state.size = decision["size"]
+        asked = decision["target"]
+        return sum(map(Fraction, asked.values())) if isinstance(asked, dict) else Fraction(asked)
+
+    def learn(self, record: dict[str, Any]) -> None:
+        """The signals as they stood after this step."""
+        if self.schedule is None:
+            return
+        state, before = self.state, self.state.seconds
+        for name in ("step", "updates", "samples", "tokens", "seconds"):
+            setattr(state, name, record[name])
+        state.cursor |= {source: stop for source, _, stop in record["positions"]}
+        self.signals.after_step(state, record, None, before, self.batch.noise_half_life)
+        measured = {n: v for n, v in record.items() if n in self.signals.MEASURED and v is not None}
+        state.signals |= measured
+        if self.evals.get(state.step) is not None:
+            state.signals["eval_loss"] = self.evals[state.step]
+
+
+def rows(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
+    """audit/: over the processes, each step trained on the rows of its positions, each epoch on every row
+    once.
+    """
+    orders = {source: Order(run.config.run.seed, source, n) for source, n in n_rows.items()}
+    epochs: dict[tuple[str, int], list[np.ndarray]] = {}
+    for record in run.train:
+        own = _audited(run, record)
+        for source, start, stop in record["positions"]:
+            at = np.arange(start, stop)
+            expected = orders[source].indices(at)
+            if sorted(expected.tolist()) != sorted(own.get(source, [])):
+                raise Wrong(
+                    f"step {record['step']}: the audit's {len(own.get(source, []))} rows of {source} are not "
+                    f"those of its {stop - start} positions"
+                )
+            for epoch in np.unique(at // n_rows[source]):
+                part = expected[at // n_rows[source] == epoch]
+                epochs.setdefault((source, int(epoch)), []).append(part)
+    for (source, epoch), parts in epochs.items():
+        indices = np.concatenate(parts)
+        if len(np.unique(indices)) != len(indices) or indices.max() >= n_rows[source]:
+            raise Wrong(f"the audit has rows of {source} more than once in epoch {epoch}")
+    yield f"audit of {len(run.audits)} process(es): the very rows of these positions, none twice in an epoch"
+
+
+def _audited(run: Run, record: dict[str, Any]) -> dict[str, list[int]]:
+    """Source -> rows of one step, over all processes."""
+    own: dict[str, list[int]] = {}
+    ran = {rank: audit[record["step"]] for rank, audit in run.audits.items() if record["step"] in audit}
+    for rank, line in ran.items():
+        names = line.get("sources")
+        if names is None:  # all its rows are of one source
+            shares = share(run.plan(record), rank, run.world_size(record["step"]) or len(ran))
+            names = [source for source, positions in shares for _ in positions]
+        for source, index in zip(names, line["indices"], strict=False):
+            own.setdefault(source, []).append(index)
+    return own

@@ -1,0 +1,179 @@
+"""inspect_run on real runs, and on runs whose records were tampered with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from accelerate.state import AcceleratorState, GradientState
+
+import train
+from adaptive.config import BadSetting, parse
+from adaptive.tools.inspect_run import main as inspect_run
+from adaptive.tools.runs import Run
+
+TASK = f"{Path(__file__).parent / 'quadratic.py'}:Small"
+COMMON = ["--task", TASK, "--optim", "sgd", "--report_to", "none", "--max_grad_norm", "0", "--audit"]
+COMMON += ["--learning_rate", "1e-3", "--eval_every", "7 steps", "--log_every", "never"]
+OWN = f"{Path(__file__).parent / 'quadratic.py'}:clipped()"
+RUNS = {
+    "keep": ["--num_train_epochs", "2.5", "--batch_size", "2.3"],
+    "drop": ["--num_train_epochs", "3", "--batch_size", "20.5", "--epoch_end", "drop"],
+    "wrap": ["--num_train_epochs", "3", "--batch_size", "20.5", "--epoch_end", "wrap"],
+    "empty": ["--max_steps", "50", "--per_device_train_batch_size", "0.3", "--schedule", "constant()"],
+    "seesaw": ["--batch_size", "3", "--schedule", "seesaw()", "--max_batch_size", "40"],
+    "accumulate": [
+        "--per_device_train_batch_size", "0.35", "--fraction", "accumulate", "--schedule", "constant()",
+    ],  # 20/7 samples a step, of which a record's decimal number is a little less
+    "feedback": ["--schedule", OWN, "--num_train_epochs", "2"],
+    "noise": ["--schedule", "noise_scale(interval=3)", "--num_train_epochs", "2"],
+}  # fmt: skip
+
+
+def start(folder: Path, *flags: str) -> Path:
+    train.main(parse([*COMMON, "--output_dir", str(folder), *flags]))
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {name: start(folder / name, *flags) for name, flags in RUNS.items()}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_run_is_right(runs, name, capsys):
+    """Mutations: the carry's comparison with the record's float sums of G (accumulate); signals of the step
+    itself instead of the one before (feedback).
+    """
+    assert inspect_run([str(runs[name]), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"right: {runs[name]}\n") and "none twice in an epoch" in told
+    assert "every size asked for is its answer" in told
+    if name == "drop":
+        assert "dropped, as --epoch_end drop says" in told
+
+
+def test_a_stop_and_other_processes_are_right(tmp_path, capsys):
+    """The unit of a per-device size stays that of the first start; both starts are told."""
+    folder = start(tmp_path / "run", *RUNS["empty"][2:], "--max_steps", "20", "--save_every", "10 steps")
+    again = ["--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "auto", "--max_steps", "40"]
+    start(folder, *again)
+    assert inspect_run([str(folder), "--verify"]) == 0
+    assert inspect_run([str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "start     after step 0, one process" in told and "resume    after step 20, one process" in told
+
+
+def tampered(runs, name: str, tmp_path: Path, change) -> Path:
+    """A copy in which change(records) has been at metrics.jsonl."""
+    folder = tmp_path / "tampered"
+    shutil.copytree(runs[name], folder)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    change([line for line in lines if line["kind"] == "train"])
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def repeat(records):
+    records[5]["positions"][0][1] -= 1
+    records[5]["positions"][0][2] -= 1
+
+
+def leave_out(records):
+    for record in records[5:]:
+        record["positions"] = [[s, a + 1, b + 1] for s, a, b in record["positions"]]
+
+
+def ask_more(records):
+    records[5]["target_batch_size"] += 0.1
+
+
+def carry_away(records):
+    records[5]["carry"] = 0.0 if records[5]["carry"] else 0.5
+
+
+def run_more(records):
+    """One sample more in one step and one less in the next: the sums agree, the carry does not."""
+    records[5]["positions"][0][2] += 1
+    records[6]["positions"][0][1] += 1
+    records[5]["batch_size"] += 1
+    records[5]["samples"] += 1
+    records[6]["batch_size"] -= 1
+
+
+def count_twice(records):
+    for record in records[5:]:
+        record["updates"] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (repeat, "step 6 repeats positions"),
+        (leave_out, "step 6 leaves out positions"),
+        (ask_more, "step 6: .* asks for"),
+        (carry_away, "step 6: .* carried on"),
+        (run_more, "step 6: .* carried on"),
+        (count_twice, "step 6: updates is 7, counted 6"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_was_tampered_with_is_found(runs, tmp_path, capsys, change, said):
+    """One line, exit status 1."""
+    assert inspect_run([str(tampered(runs, "keep", tmp_path, change)), "--verify"]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(said, line) and line.startswith("wrong: ")
+
+
+def test_another_row_in_the_audit_is_found(runs, tmp_path, capsys):
+    folder = tmp_path / "audit"
+    shutil.copytree(runs["keep"], folder)
+    path = folder / "audit" / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[8]["indices"][0] = (lines[8]["indices"][0] + 1) % 97
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert inspect_run([str(folder), "--verify"]) == 1
+    assert "step 9: the audit's" in capsys.readouterr().out
+
+
+def test_a_torn_last_line_is_passed_over(runs, tmp_path):
+    folder = tmp_path / "torn"
+    shutil.copytree(runs["keep"], folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 99')
+    assert len(Run(folder).train) == len(Run(runs["keep"]).train)
+
+
+def test_the_samples_of_a_step(runs, capsys):
+    """Rows as the audit has them, with positions."""
+    run = Run(runs["keep"])
+    assert inspect_run([str(runs["keep"]), "--step", "4"]) == 0
+    told = capsys.readouterr().out
+    ((_, start, stop),) = run.train[3]["positions"]
+    for position, index in zip(range(start, stop), run.audits[0][4]["indices"], strict=True):
+        assert f"train position {position}, row {index}: factors" in told
+
+
+def test_text_is_decoded(tmp_path, capsys):
+    text = tmp_path / "rows.csv"
+    text.write_text("text,label\n" + "".join(f"number {n},{n % 2}\n" for n in range(40)))
+    flags = ["--task", "classification", "--dataset_name", str(text), "--max_steps", "3"]
+    folder = start(tmp_path / "run", *flags, "--batch_size", "2")
+    assert inspect_run([str(folder), "--step", "2"]) == 0
+    told = capsys.readouterr().out
+    for index in Run(folder).audits[0][2]["indices"]:
+        assert f"row {index}: " in told
+    assert told.count("'number ") == 2 and "label 0" in told
+
+
+def test_what_is_no_run_is_a_bad_setting(tmp_path, runs):
+    with pytest.raises(BadSetting, match="has no metrics.jsonl"):
+        inspect_run([str(tmp_path)])
+    with pytest.raises(BadSetting, match="steps 1 to"):
+        inspect_run([str(runs["keep"]), "--step", "10000"])

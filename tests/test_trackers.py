@@ -1,0 +1,134 @@
+"""Real runs as W&B, TensorBoard and trackio keep them, and the sweep file as a W&B agent reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from launching import ROOT, environment, records, run_python
+from test_report import run_folders, wandb_records
+
+from adaptive.config import parse
+
+TASK = f"{Path(__file__).parent / 'quadratic.py'}:Small"
+FLAGS = ["--task", TASK, "--optim", "sgd", "--learning_rate", "1e-3", "--batch_size", "2.5"]
+FLAGS += ["--run_group", "seeds", "--run_tags", "small", "fast", "--run_notes", "why"]
+
+
+def started(others) -> object:
+    (found,) = [record for name, record in others if name == "run"]
+    return found
+
+
+@pytest.mark.slow
+def test_a_wandb_run_stopped_and_resumed_is_one_run_without_a_gap(tmp_path):
+    """SIGTERM in a run with 400 epochs, resumed for 20 steps more: two segments of the same id and group that
+    hold the steps of metrics.jsonl once each, with name, tags, notes, config and every axis.
+
+    Mutations: the id not stored in the checkpoint (two runs); `step=` given to W&B (rows dropped); without
+    define_metric the axes are missing.
+    """
+    folder, log = (
+        tmp_path / "run",
+        ["--log_every", "1 steps", "--eval_every", "10 steps", "--report_to", "wandb"],
+    )
+    command = [
+        sys.executable,
+        "train.py",
+        *FLAGS,
+        *log,
+        "--output_dir",
+        str(folder),
+        "--num_train_epochs",
+        "400",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    deadline, metrics = time.monotonic() + 120, folder / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 15:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 0 and "wandb sync" in said
+    at = records(folder)[-1]["step"]
+    again = ["--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "auto"]
+    done = run_python("train.py", *again, "--max_steps", str(at + 20))
+    assert done.returncode == 0, done.stderr
+
+    segments = [wandb_records(segment) for segment in run_folders(folder)]
+    assert len(segments) == 2
+    first, second = (started(others) for _, others in segments)
+    assert first.run_id == second.run_id and second.resume and not first.resume
+    for run in (first, second):
+        assert (run.run_group, list(run.tags), run.notes) == ("seeds", ["small", "fast"], "why")
+        assert run.display_name == "run" and run.project == "adaptive-batch"
+        kept = {update.key: json.loads(update.value_json) for update in run.config.update}
+        assert kept["batch_size"] == 2.5 and kept["run_group"] == "seeds" and "schedule" in kept
+    history = [row for rows, _ in segments for row in rows]
+    train = [row["step"] for row in history if "eval_loss" not in row]
+    assert train == [record["step"] for record in records(folder)] == list(range(1, at + 21))
+    assert [row["step"] for row in history if "eval_loss" in row] == [
+        r["step"] for r in records(folder, "eval")
+    ]
+    named = {
+        "loss",
+        "learning_rate",
+        "batch_size",
+        "target_batch_size",
+        "train_coverage",
+        "epoch",
+        "grad_norm",
+    }
+    assert named | {"step", "samples", "tokens", "seconds"} <= set(history[3])
+    for _, others in segments:
+        metrics = [record for name, record in others if name == "metric"]
+        assert {m.name for m in metrics} >= {"step", "samples", "tokens", "seconds"}
+        assert [m.step_metric for m in metrics if m.glob_name == "*"] == ["step"]
+
+
+def test_trackio_keeps_a_run(tmp_path, monkeypatch):
+    pytest.importorskip("trackio")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    flags = [*FLAGS, "--report_to", "trackio", "--output_dir", tmp_path / "run", "--max_steps", "12"]
+    done = run_python("train.py", *flags, "--log_every", "3 steps", TRACKIO_DIR=str(tmp_path / "trackio"))
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    assert "trackio show --project adaptive-batch" in done.stdout
+    code = (
+        "import json, trackio; run, = trackio.Api().runs('adaptive-batch'); "
+        "print(json.dumps(run.metrics())); print(run.name)"
+    )
+    told = run_python("-c", code, TRACKIO_DIR=str(tmp_path / "trackio"))
+    assert told.returncode == 0 and "eval_loss" in told.stdout and "train_coverage" in told.stdout, (
+        told.stderr
+    )
+
+
+def test_an_agent_can_run_the_sweep_file():
+    """Every pair of values, written as W&B's agent writes ${args}, is a setting of train.py.
+
+    Mutation: a name that train.py does not know, or a value it refuses.
+    """
+    sweep = yaml.safe_load((ROOT / "recipes" / "sweep_wandb.yaml").read_text())
+    assert sweep["method"] == "grid" and sweep["metric"] == {"name": "eval_loss", "goal": "minimize"}
+    assert (ROOT / sweep["program"]).is_file() and sweep["command"][:2] == ["accelerate", "launch"]
+    n = max(len(p.get("values", [0])) for p in sweep["parameters"].values())
+    for at in range(n):
+        chosen = {k: p["value"] if "value" in p else p["values"][at % len(p["values"])]
+                  for k, p in sweep["parameters"].items()}  # fmt: skip
+        config = parse([f"--{name}={value}" for name, value in chosen.items()])
+        assert {name: config.flat()[name] for name in chosen} == chosen
+
+
+def test_the_sweep_file_is_what_wandb_reads():
+    from wandb.sdk.launch.sweeps import utils
+
+    assert re.search(r"load_sweep_config", str(dir(utils)))
+    assert utils.load_sweep_config(os.path.join(ROOT, "recipes", "sweep_wandb.yaml"))["name"] == "batch size"
