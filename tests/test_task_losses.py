@@ -25,6 +25,7 @@ from transformers import (
 
 import train
 from adaptive.config import BadSetting, parse
+from adaptive.data import Share
 from adaptive.engine import Engine
 from adaptive.tasks import chat
 from adaptive.tasks.causal_lm import CausalLM
@@ -137,7 +138,8 @@ def test_gradient_is_the_mean_over_tokens_for_every_cut(name, share):
         added = [torch.zeros_like(g) for g in right]
         for rank in range(world_size):
             one, own = as_rank(engine, rank, world_size, sum(counts)), rows[rank::world_size]
-            train.gradient(one, task, own, lambda: rows[0], len(rows), 1 / len(rows), settings)
+            share = Share.alike(own, len(rows), 1 / len(rows))
+            train.gradient(one, task, share, lambda: rows[0], settings)
             torch._foreach_add_(added, gradients(engine), alpha=1 / world_size)
             engine.discard()
         assert distance(added, right) < 1e-12, (world_size, micro)

@@ -18,7 +18,7 @@ from typing import Any
 from adaptive.config import BadSetting, exit_with
 from adaptive.order import Order
 from adaptive.plan import share
-from adaptive.tools.runs import Run, datasets_of
+from adaptive.tools.runs import Run
 
 MOST_STRETCHES = 12  # lines of the table of sizes
 SHOWN_CHARACTERS = 400  # of a decoded sample
@@ -48,8 +48,7 @@ def summary(run: Run) -> list[str]:
     asked, ran = [r["target_batch_size"] for r in train], [r["batch_size"] for r in train]
     reasons = Counter(r["skipped"] for r in train if r["skipped"])
     skips = ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none"
-    data = settings["dataset_name"]
-    data = data if isinstance(data, str) else ", ".join(data)
+    data = ", ".join(settings["dataset_name"])
     ended = "finished" if (run.folder / "model").is_dir() else "not finished"
     seconds = max(last["seconds"], 1e-9)
     speeds = [f"{last[name] / seconds:,.1f} {name}/s" for name in ("samples", "tokens")]
@@ -103,16 +102,17 @@ def stretches(run: Run) -> list[str]:
 
 def load(run: Run) -> tuple[Any, Any, dict[str, Any]]:
     """The run's task, tokenizer and datasets; BadSetting where the data is not what it was."""
+    from adaptive import data
     from adaptive.tasks import load_task
 
     task = load_task(run.config.data.task)
-    loaded = task.load(run.config)
-    datasets = datasets_of(loaded.train)
+    loaded = data.load(task, run.config)
+    datasets = loaded.train
     n_rows = sum(len(dataset) for dataset in datasets.values())
     if run.n_rows not in (None, n_rows):
         raise BadSetting(
-            f"{run.config.data.dataset_name} has {n_rows:,} rows and had {run.n_rows:,} in the run; "
-            "inspect it where its data is"
+            f"{', '.join(run.config.data.dataset_name)} has {n_rows:,} rows and had {run.n_rows:,} in the "
+            "run; inspect it where its data is"
         )
     return task, loaded.tokenizer, datasets
 

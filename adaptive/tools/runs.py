@@ -102,9 +102,3 @@ def lines(path: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
     return found
-
-
-def datasets_of(train: Any) -> dict[str, Any]:
-    """`Loaded.train`, of one source or of several -> {source: dataset}; the only one is called "train"."""
-    several = isinstance(train, dict)
-    return train if several else {"train": train}

@@ -31,7 +31,7 @@ def verify(run: Run, task: Any, n_rows: dict[str, int]) -> list[str]:
     """Sentences of what holds; raises Wrong at the first thing that does not. `n_rows`: source -> N."""
     if not run.train:
         raise Wrong("metrics.jsonl has no decision")
-    if getattr(run.config.batch, "participation", "carry") == "reservoir":
+    if run.config.batch.participation == "reservoir":
         return [
             "the reservoir repeats and discards rows by nature: nothing to check but the counters",
             *counters(run),
@@ -82,7 +82,7 @@ def positions(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
 def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
     """The sizes asked for are what the schedule answers, the sizes run are what the carry makes of them."""
     again, carry = Again(run, task, n_rows), Fraction(0)
-    drawn = getattr(run.config.batch, "participation", "carry") == "bernoulli"
+    drawn = run.config.batch.participation == "bernoulli"
     for record in run.train:
         target, n = again.target(record) or exact(record["target_batch_size"]), record["batch_size"]
         if float(target) != record["target_batch_size"]:
@@ -139,7 +139,15 @@ class Again:
             self.said = f"the schedule was not asked again: {error}"
             return
         inputs = {"step", "updates", "current_size", "initial_size", "samples", "tokens", "lr_decay", "epoch"}
-        inputs |= {"train_coverage", "learning_rate", "loss", "grad_norm", "loss_ema", "world_size"}
+        inputs |= {
+            "train_coverage",
+            "learning_rate",
+            "loss",
+            "grad_norm",
+            "loss_ema",
+            "world_size",
+            "size_unit",
+        }
         missing = schedule.signals - inputs - set(run.train[-1])
         if missing:
             self.said = f"{self.text} was not asked again: the records have no {', '.join(sorted(missing))}"
@@ -166,9 +174,8 @@ class Again:
         world_size = self.run.world_size(record["step"]) or 1
         seen = self.signals.before_step(self.state, world_size, self.decay(progress))
         decision = decide(self.schedule, self.state, seen, self.batch, self.lengths, 0.0)
-        self.state.size = decision["size"]
-        asked = decision["target"]
-        return sum(map(Fraction, asked.values())) if isinstance(asked, dict) else Fraction(asked)
+        self.state.size, self.state.sizes = decision["size"], decision["sizes"]
+        return Fraction(decision["target"])
 
     def learn(self, record: dict[str, Any]) -> None:
         """The signals as they stood after this step."""
@@ -178,7 +185,8 @@ class Again:
         for name in ("step", "updates", "samples", "tokens", "seconds"):
             setattr(state, name, record[name])
         state.cursor |= {source: stop for source, _, stop in record["positions"]}
-        self.signals.after_step(state, record, None, before, self.batch.noise_half_life)
+        plan = self.run.plan(record)
+        self.signals.after_step(state, plan, self.lengths, record, None, before, self.run.config)
         measured = {n: v for n, v in record.items() if n in self.signals.MEASURED and v is not None}
         state.signals |= measured
         if self.evals.get(state.step) is not None:
