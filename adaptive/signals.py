@@ -147,8 +147,10 @@ def after_step(
     seen["samples_per_second"] = record["batch_size"] / seconds if seconds > 0 else None
     if measured and measured.memory_usage is not None:
         seen["memory_usage"] = measured.memory_usage
-    if measured and measured.passes and not record["skipped"]:
-        _learn_noise(state, record, measured, half_life)
+    if measured and measured.passes:
+        if not record["skipped"]:
+            _learn_noise(state, record, measured, half_life)
+        record["invalid_measurements"] = state.invalid
 
 
 def _learn_noise(state: Any, record: dict[str, Any], measured: Measured, half_life: float) -> None:
