@@ -211,8 +211,10 @@ def after_step(
     seen["samples_per_second"] = record["batch_size"] / seconds if seconds > 0 else None
     if measured and measured.memory_usage is not None:
         seen["memory_usage"] = measured.memory_usage
-    if measured and measured.passes and not record["skipped"]:
-        _learn_noise(state, record, measured, config.batch.noise_half_life)
+    if measured and measured.passes:
+        if not record["skipped"]:
+            _learn_noise(state, record, measured, config.batch.noise_half_life)
+        record["invalid_measurements"] = state.invalid
 
 
 def _learn_sources(seen: dict, plan: Any, measured: Measured, new_sources: tuple[str, ...]) -> None:

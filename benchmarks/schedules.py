@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,12 +84,18 @@ def main() -> None:
     wanted = [(name, point, seed) for seed in chosen.seeds for name in chosen.only for point in points]
     missing = [job for job in wanted if key(*job) not in there]
 
-    with ThreadPoolExecutor(chosen.jobs) as pool:
-        for result in pool.map(lambda job: run(*job), missing):
+    writing = threading.Lock()
+
+    def work(job: tuple) -> None:
+        result = run(*job)
+        with writing:
             results.append(result)
             chosen.out.write_text(json.dumps(results, indent=1))
             told = f"{result['eval_loss']:.4f}, {result['steps']:,} steps, {result['seconds']:.0f} s"
             print(f"{name_of(result):48} seed {result['seed']}: {told}", flush=True)
+
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        list(pool.map(work, missing))
     keys = {key(*job) for job in wanted}
     show([r for r in results if key(r["candidate"], r["settings"], r["seed"]) in keys])
 

@@ -106,6 +106,20 @@ def test_a_measured_step_has_the_same_gradient(tmp_path):
     assert told[0]["noise_scale"] is None and "noise_scale" not in plain[0]
 
 
+def test_an_invalid_measurement_is_counted_and_changes_nothing(tmp_path):
+    """Steps of one sample have no second size to compare with: counted, no value, the size stays.
+
+    Mutation: counted among the averages (a NaN that stays for ever).
+    """
+    schedule = ["--schedule", "noise_scale(interval=1, smallest=1)"]
+    told = run(tmp_path / "run", "--batch_size", "1", *schedule, "--max_steps", "6")
+    assert [record["invalid_measurements"] for record in told] == [1, 2, 3, 4, 5, 6]
+    assert {record["noise_scale"] for record in told} == {None}
+    assert {record["batch_size"] for record in told} == {1}
+    sound = run(tmp_path / "sound", "--batch_size", "4", "--schedule", "constant()", "--max_steps", "3")
+    assert sound[-1]["invalid_measurements"] == 0
+
+
 def test_no_estimate_from_one_pass_or_nothing_finite():
     """One pass as large as the step, sizes of 1, and NaN give None, never a division by zero."""
     assert noise_scale.estimate(1.0, 1.0, 1 / 8, 8) is None
