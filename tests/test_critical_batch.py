@@ -23,8 +23,8 @@ import train
 from adaptive.config import BadSetting, parse
 from adaptive.schedules.candidate import candidate
 from adaptive.tools import fit
+from adaptive.tools.candidates import table_of
 from adaptive.tools.critical_batch import main as critical_batch
-from adaptive.tools.critical_batch import table_of
 from adaptive.tools.inspect_run import main as inspect_run
 from adaptive.tools.runs import lines
 from adaptive.tools.search import bounds

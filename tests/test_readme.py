@@ -23,6 +23,7 @@ LINES = [
     if line
 ]
 COMMANDS = [line for line in LINES if not line.endswith("pytest")]
+TOOLS = [line for line in COMMANDS if "-m adaptive.tools." in line]  # run in order: later ones need earlier
 EXAMPLES = re.findall(r"```python\n(# (\w+\.py) +(--.*?)\n.*?)```", README, re.DOTALL)
 QUICK = ["--max_samples", "200", "--report_to", "none", "--max_steps", "40"]
 
@@ -92,7 +93,7 @@ def test_main_job(copy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS[1:])
+@pytest.mark.parametrize("command", [line for line in COMMANDS[1:] if line not in TOOLS])
 def test_other_commands(copy, command):
     output = run(command, copy)
     if "--help" in command:
@@ -105,6 +106,22 @@ def test_other_commands(copy, command):
     assert records(folder)[-1]["updates"] > 0
     processes = 2 if "cpu_" in command else 1
     assert f"{processes} process(es)" in output
+
+
+@pytest.mark.slow
+def test_tools(copy):
+    """The tools' commands, one after the other; the doctor may find a problem of this machine."""
+    doctor, search, *others = TOOLS
+    assert "accelerate_configs/" in run(f"{doctor} || true", copy)
+    assert "turning point" in run(search, copy) and (copy / "runs/search/critical_batch.png").is_file()
+    told = [run(command, copy) for command in others]
+    assert told[0].startswith("right: runs/search/size_16_seed_42")
+    assert (copy / "runs" / "compare.png").is_file() and "compare.png" in told[1]
+
+
+def test_three_complete_examples_are_there():
+    """A schedule, a signal and a task."""
+    assert {name for _, name, _ in EXAMPLES} >= {"my_idea.py", "my_signal.py", "my_task.py"}
 
 
 @pytest.mark.slow

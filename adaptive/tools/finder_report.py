@@ -5,6 +5,7 @@ To add one: a line of `table` or a panel of `picture`.
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def log(report: dict[str, Any], path: Path | None, folder: Path, config: Config)
         run.summary.update(
             {"critical_batch_size": report["critical_batch_size"], "schedule": report["schedule"]}
         )
+        where = "" if not run.offline else f"wandb sync {shlex.quote(str(Path(run.dir).parent))}"
         run.finish()
+        print(where or f"wandb    {run.url}", flush=True)
     except Exception as error:
         told = f"{type(error).__name__}: {' '.join(str(error).split())}"
         warn(f"wandb failed ({told}); the results are in {folder}")

@@ -158,6 +158,9 @@ def told_verify(run: Run) -> int:
     """Print what holds, or the first thing that does not."""
     from adaptive.tools.verify import Wrong, verify
 
+    if run.train and run.starts and run.starts[0]["step"]:
+        begin = run.starts[0]["step"]
+        raise BadSetting(f"{run.folder} begins at step {begin} of another run's checkpoint; verify that run")
     task, _, datasets = load(run)
     try:
         told = verify(run, task, {source: len(dataset) for source, dataset in datasets.items()})
