@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT, environment
@@ -94,8 +94,12 @@ def test_samples_to_a_loss_by_the_straight_line_of_logarithms():
 
 
 def test_a_candidate_gives_up_only_on_a_fresh_evaluation(monkeypatch):
-    """Mutation: every decision judged (an old evaluation against a later bound)."""
-    raised = []
+    """Mutations: every decision judged (an old evaluation against a later bound); a signal where nobody
+    listens, as in inspect_run --verify, which it would end.
+    """
+    raised, quiet = [], candidate(size=8, bounds=[[100, 1.0]])
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and quiet(120, 3.0) == 8.0 and quiet.lost
+    monkeypatch.setattr("signal.getsignal", lambda number: raised.append)
     monkeypatch.setattr("signal.raise_signal", raised.append)
     size = candidate(size=8, bounds=[[100, 1.0], [200, 0.5]])
     assert [size(50, 3.0), size(120, 0.9), size(210, 0.9)] == [8.0] * 3 and not raised
@@ -218,14 +222,15 @@ def test_a_search_that_is_killed_twice_goes_on(tmp_path):
     command += ["--eval_share", "0.01", "--report_to", "wandb", "--output_dir", str(folder)]
     names = ["size_4_seed_42", "size_8_seed_42", "size_16_seed_42"]
     for name, number in ((names[1], signal.SIGKILL), (names[2], signal.SIGTERM)):
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, start_new_session=True
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
         metrics, deadline = folder / name / "metrics.jsonl", time.monotonic() + 200
         while not metrics.exists() or len(metrics.read_text().splitlines()) < 6:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        os.killpg(process.pid, number)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        for each in [process, *workers] if number == signal.SIGKILL else [process]:
+            each.send_signal(number)
+        psutil.wait_procs(workers, timeout=60)
         process.wait(timeout=60)
         assert not (folder / name / "result.json").exists()
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=250)

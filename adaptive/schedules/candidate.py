@@ -21,7 +21,7 @@ class candidate:  # noqa: N801 (named as it is written on the command line)
         fresh, self.seen = eval_loss != self.seen, eval_loss
         if fresh and eval_loss is not None and not self.lost:
             self.lost = eval_loss > self.bound(samples)
-            if self.lost:
+            if self.lost and signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # the loop listens
                 signal.raise_signal(signal.SIGUSR1)  # all processes finish the step, save and leave
         return self.size
 

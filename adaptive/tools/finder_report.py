@@ -152,11 +152,12 @@ def _curves(report: dict[str, Any]) -> dict[str, list[dict]]:
 
 
 def _noise_panels(report: dict[str, Any], left: Any, right: Any) -> None:
-    from adaptive.tools.figure import series
+    from adaptive.tools.figure import log_scale, series
 
     samples, values = zip(*report["curve"], strict=True)
     left.plot(samples, values, **series(0) | {"marker": ""})
-    left.set(xlabel="samples", ylabel="gradient noise scale (samples)", yscale="log")
+    left.set(xlabel="samples", ylabel="gradient noise scale (samples)")
+    log_scale(left.yaxis)
     points = [(p["samples"], p["critical"]) for p in report["points"]]
     right.step(*zip(*points, strict=True), where="post", color=series(1)["color"])
     right.set(xlabel="samples", ylabel="batch size that follows it (samples)")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from adaptive.config import BadSetting, exit_with
-from adaptive.tools.figure import BLACK, COLORS, GREY, finish, panels, series
+from adaptive.tools.figure import BLACK, COLORS, GREY, finish, log_scale, panels, series
 from adaptive.tools.runs import Run
 
 MOST_POINTS = 4000  # of a line; more are not seen in print and make an SVG heavy
@@ -127,7 +127,8 @@ def noise(axis: Any, run: Run, x: str) -> None:
     at, scale, asked = thin(column(run, x), column(run, "noise_scale"), column(run, "target_batch_size"))
     axis.plot(at, scale, color=COLORS[3], linewidth=1.3, label="noise scale")
     axis.plot(at, asked, color=COLORS[1], linewidth=1, linestyle="--", label="size asked")
-    axis.set(ylabel="samples", yscale="log")
+    axis.set_ylabel("samples")
+    log_scale(axis.yaxis)
 
 
 def coverage(axis: Any, run: Run, x: str) -> None:
@@ -154,7 +155,8 @@ def several(runs: list[Run], labels: list[str]) -> Any:
     limits = [_range(smoothed(run)[1]) for run in runs]
     for axis in axes[0]:
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    axes[1][0].set(xlabel="samples", ylabel="batch size asked (samples)", yscale="log")
+    axes[1][0].set(xlabel="samples", ylabel="batch size asked (samples)")
+    log_scale(axes[1][0].yaxis)
     axes[1][1].set(xlabel="samples", ylabel="learning rate")
     saved(axes[1][2], runs, labels)
     axes[0][0].legend(frameon=False)
