@@ -172,8 +172,11 @@ TABLE = [  # schedule, signals, size
     ("norm_test(interval=1)", {"step": 1, "current_size": 8, "grad_variance": 4.0, "grad_norm": 2.0}, 8),
     ("norm_test(interval=1)", {"step": 1, "current_size": 8, "grad_variance": 4.0, "grad_norm": 0.0}, 8),
     ("noise_scale(interval=1)", {"step": 1, "current_size": 4, "noise_scale": 12.0, "size_unit": 2.0}, 6),
-    ("norm_test(interval=1)", {"step": 1, "current_size": 3, "grad_variance": 40.0, "grad_norm": 2.0,
-                               "size_unit": 2.0}, 5),
+    (
+        "norm_test(interval=1)",
+        {"step": 1, "current_size": 3, "grad_variance": 40.0, "grad_norm": 2.0, "size_unit": 2.0},
+        5,
+    ),
     ("cosine_target(interval=1)", {"step": 1, "current_size": 10, "grad_cosine": 0.81}, 10),
     ("cosine_target(interval=1)", {"step": 1, "current_size": 10, "grad_cosine": 0.5}, 11),
     ("cosine_target(interval=1)", {"step": 1, "current_size": 11, "grad_cosine": 0.9}, 10),
