@@ -35,7 +35,7 @@ PLAIN += ["--micro_batch_size", "4096", "--log_every", "never"]
 
 
 def test_the_fit_finds_what_made_the_numbers():
-    """Exact numbers to 1e-9; unbiased under 5 % noise. Mutation: least squares of steps, not logarithms."""
+    """Exact numbers to 1e-9; unbiased under 5 % noise. Mutation: plain least squares of steps (spread)."""
     sizes = np.array([4, 8, 16, 32, 64, 128, 256, 512])
     exact = 120 + 120 * 50 / sizes
     assert fit.fit_trade(sizes, exact) == pytest.approx((120, 6000), rel=1e-9)
@@ -122,8 +122,7 @@ def test_the_sweep_finds_the_closed_form(tmp_path):
     """Critical size within 15 % of the known noise scale, its interval over 3 seeds around it; then the same
     command runs nothing again, and another one into the same folder is refused.
 
-    Mutations: steps counted from the final loss instead of the target's crossing; the fit without the
-    logarithm's weights.
+    Mutation: steps of the whole run instead of those to the target: no trade, the turning point 16 is left.
     """
     folder = tmp_path / "sweep"
     flags = ["--method", "sweep", "--sizes", "16,48,160,512", "--seeds", "1,2,3", "--samples", "20000"]
