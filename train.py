@@ -154,7 +154,7 @@ def gradient(
     total = 0.0
     for at, passed, count in zip(starts, batches, items, strict=True):
         with engine.pass_(last=at == starts[-1]):
-            losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over items
+            losses = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)
             if not by_tokens:
                 losses = losses / count.clamp(min=1).to(losses.device)
             loss = losses.sum()
