@@ -158,7 +158,7 @@ def gradient(
     losses, scales = [], None
     for k, (passed, count) in enumerate(zip(batches, items, strict=True)):
         with engine.pass_(last=k == len(batches) - 1):
-            sums = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) over a row's items
+            sums = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)
             scales = scales or own.loss_scales(items, totals(), engine.world_size)
             engine.backward((sums * scales[k].to(sums)).sum())
         engine.norms.close_pass(count, scales[k], engine)

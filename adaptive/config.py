@@ -40,6 +40,20 @@ class Model:
     """Type of the parameters; float64 is for exactness tests (dtype)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory (yes/no)."""
+    attn_implementation: str | None = None
+    """Attention, e.g. sdpa, eager, flash_attention_2; auto: flash attention where this machine has it; by
+    default the model's own choice, sdpa as a rule (name).
+    """
+    peft: Literal["none", "lora"] = "none"
+    """Train all of a pretrained model, or low-rank adapters beside its frozen weights (method)."""
+    lora_r: int = 16
+    """Rank of the adapters (integer)."""
+    lora_alpha: float = 32.0
+    """Adapters are multiplied by this over the rank (factor)."""
+    lora_dropout: float = 0.0
+    """Dropout before the adapters (share)."""
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    """Modules with adapters, by the end of their names, or all-linear (names)."""
     trust_remote_code: bool = False
     """Run the Python code that a hub model brings along (yes/no)."""
 
@@ -220,6 +234,10 @@ class Hardware:
     """Mixed precision in bfloat16 (yes/no)."""
     fp16: bool = False
     """Mixed precision in float16 with a loss scaler (yes/no)."""
+    torch_compile: Annotated[bool, tyro.conf.arg(aliases=["--compile"])] = False
+    """Compile the model; passes are padded to one shape, which changes no result (yes/no)."""
+    torch_compile_backend: str = "inductor"
+    """Backend of torch.compile (name)."""
     find_unused_parameters: bool = False
     """For models that leave parameters unused in some passes; DDP only (yes/no)."""
 
@@ -316,13 +334,13 @@ INSTEAD = {
 ABOVE_ZERO = {
     "batch_size", "per_device_train_batch_size", "max_batch_size", "base_batch_size", "micro_batch_size",
     "samples_per_pass", "num_train_epochs", "max_samples", "sequence_length", "per_device_eval_batch_size",
-    "keep_last", "max_target_length", "layer_lr_decay", "grad_anomaly",
+    "keep_last", "lora_r", "max_target_length", "layer_lr_decay", "grad_anomaly",
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
     "warmup_samples", "warmup_ratio", "seed", "self_check", "usage_correction",
 }  # fmt: skip
-ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name"}
+ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name", "compile": "torch_compile"}
 REPEATABLE = {
     "dataset_name", "eval_dataset", "new_sources", "source_sizes", "source_weights",
 }  # fmt: skip

@@ -114,6 +114,8 @@ class Engine(Agreement):
         """
         self.wanted = wanted
         self.module = model
+        if self.config.hardware.torch_compile:
+            model.compile(backend=self.config.hardware.torch_compile_backend, dynamic=False)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.norms = PassNorms(model, bool(noise_scale.SIGNALS & wanted))
         self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
@@ -140,7 +142,11 @@ class Engine(Agreement):
         """Scalars on the device -> floats, with one host read for all."""
         return torch.stack([s.double() for s in scalars]).tolist()
 
-    def to_device(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def to_device(self, batch: dict[str, torch.Tensor], rows: int = 0) -> dict[str, torch.Tensor]:
+        """The batch on the device; for a compiled model with copies of its last row up to `rows`."""
+        missing = rows - len(next(iter(batch.values()))) if self.config.hardware.torch_compile else 0
+        if missing > 0:
+            batch = {k: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]) for k, t in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     @contextlib.contextmanager
@@ -479,6 +485,17 @@ def _convert(source: Path, target: Path) -> None:
             f"optimizer's state ({reason}); start with as many processes as before (its manifest.json says), "
             "or train with AdamW"
         )
+
+
+def attention(config: Config) -> str | None:
+    """--attn_implementation; "auto" is flash attention in half precision on a GPU that has it."""
+    asked = config.model.attn_implementation
+    if asked != "auto":
+        return asked
+    from transformers.utils import is_flash_attn_2_available
+
+    half = config.hardware.bf16 or config.hardware.fp16 or config.model.dtype == "bfloat16"
+    return "flash_attention_2" if half and gpu() and is_flash_attn_2_available() else None
 
 
 @contextlib.contextmanager

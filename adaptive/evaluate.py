@@ -44,7 +44,7 @@ def _totals(
             for k in range(passes(len(dataset), engine.world_size, batch_size)):
                 mine = positions[k * batch_size : (k + 1) * batch_size]
                 batch = task.collate(fetch(dataset, mine if len(mine) else np.zeros(1, dtype=np.int64)))
-                values = task.measure(engine.model, engine.to_device(batch))
+                values = task.measure(engine.model, engine.to_device(batch, batch_size))
                 if not names:
                     names, sums = (
                         sorted(values, key="loss".__ne__),
@@ -53,7 +53,9 @@ def _totals(
                 if engine.sum_integers([engine.stop_asked])[0]:
                     return None
                 if len(mine):
-                    sums += _sums(values, names, task.items(batch).to(engine.device), normalize_by)
+                    items = task.items(batch).to(engine.device)
+                    values = {name: value[: len(items)] for name, value in values.items()}
+                    sums += _sums(values, names, items, normalize_by)
     finally:
         engine.model.train()
     return names, engine.sum(sums.tolist())

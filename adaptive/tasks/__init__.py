@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from adaptive.config import BadSetting, Config
-from adaptive.engine import weights_drawn_whole
+from adaptive.engine import attention, weights_drawn_whole
 from adaptive.schedules import from_file
 
 
@@ -41,8 +41,16 @@ class Task:
     """
 
     normalize_by = "samples"  # what weighs equally inside a step, unless --normalize_by says otherwise
-    label_smoothing = 0.0  # --label_smoothing_factor, set by the `load` of tasks that know it
+    label_smoothing = 0.0  # --label_smoothing_factor
+    widths: dict[str, int] = {}  # noqa: RUF012 (column -> least padded length)
     pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}  # noqa: RUF012 (column -> value of padding)
+
+    def settle(self, config: Config) -> None:
+        """What the losses and shapes of token tasks need to know; their `load` calls it."""
+        self.label_smoothing = config.optim.label_smoothing_factor
+        if config.hardware.torch_compile:  # one length for all passes, else each compiles anew
+            names = ("input_ids", "attention_mask", "position_ids", "labels")
+            self.widths = dict.fromkeys(names, config.data.sequence_length)
 
     def load(self, config: Config) -> Loaded:
         """Datasets and tokenizer; rank 0 of each machine goes first, so that caches are written once."""
@@ -68,7 +76,10 @@ class Task:
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Rows -> tensors (rows, ...); sequences are padded to the longest of the pass."""
-        return {name: _stack([row[name] for row in rows], self.pad.get(name, 0)) for name in rows[0]}
+        return {
+            name: _stack([row[name] for row in rows], self.pad.get(name, 0), self.widths.get(name, 0))
+            for name in rows[0]
+        }
 
     def token_counts(self, batch: dict[str, torch.Tensor]) -> tuple[int, int]:
         """(tokens that are not padding, padded positions) of one pass."""
@@ -116,16 +127,24 @@ def build_model(
     from transformers import AutoConfig
 
     name = config.model.model_name_or_path = config.model.model_name_or_path or next(iter(presets))
-    dtype = getattr(torch, config.model.dtype)
+    dtype, attention_name = getattr(torch, config.model.dtype), attention(config)
     if name in presets:
+        of_preset = AutoConfig.for_model(**presets[name], **settings)
         with weights_drawn_whole():
-            model = auto_class.from_config(AutoConfig.for_model(**presets[name], **settings)).to(dtype)
+            model = auto_class.from_config(of_preset, attn_implementation=attention_name).to(dtype)
     else:
-        code = config.model.trust_remote_code
+        settings |= {"trust_remote_code": config.model.trust_remote_code}
+        settings["ignore_mismatched_sizes"] = "id2label" in settings  # another number of classes: a new head
         try:
-            model = auto_class.from_pretrained(name, dtype=dtype, trust_remote_code=code, **settings)
-        except (OSError, ValueError) as error:
+            model = auto_class.from_pretrained(
+                name, dtype=dtype, attn_implementation=attention_name, **settings
+            )
+        except (OSError, ValueError, ImportError) as error:
             reason = " ".join(str(error).split())[:300]
+            if attention_name and "ttention" in reason:
+                raise BadSetting(
+                    f"--attn_implementation {config.model.attn_implementation}: {reason}; write sdpa or auto"
+                ) from None
             raise BadSetting(
                 f"--model_name_or_path {name!r} is no preset ({', '.join(presets)}), and could not be "
                 f"opened as a folder or hub name: {reason}"
@@ -134,7 +153,33 @@ def build_model(
         config.optim.learning_rate = 3e-3 if name in presets else 5e-5
     if config.model.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+    return adapted(model, config, auto_class.__name__, name in presets)
+
+
+def adapted(model: torch.nn.Module, config: Config, kind: str, from_scratch: bool) -> torch.nn.Module:
+    """--peft lora: adapters beside the frozen weights, through the package peft; else the model itself."""
+    told = config.model
+    if told.peft == "none":
+        return model
+    if from_scratch:
+        raise BadSetting(
+            "--peft lora adapts a pretrained model; write a folder or name as --model_name_or_path"
+        )
+    try:
+        import peft
+    except ImportError:
+        raise BadSetting("--peft lora needs a package; pip install peft") from None
+    targets = list(told.lora_target_modules)
+    task_type = {"AutoModelForCausalLM": "CAUSAL_LM", "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+                 "AutoModelForSequenceClassification": "SEQ_CLS"}.get(kind)  # fmt: skip
+    lora = peft.LoraConfig(
+        r=told.lora_r, lora_alpha=told.lora_alpha, lora_dropout=told.lora_dropout, task_type=task_type,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+    )  # fmt: skip
+    try:
+        return peft.get_peft_model(model, lora)
+    except ValueError as error:
+        raise BadSetting(f"--lora_target_modules {' '.join(targets)}: {str(error)[:300]}") from None
 
 
 def build_tokenizer(config: Config, presets: dict[str, dict]) -> Any:
@@ -153,10 +198,13 @@ def build_tokenizer(config: Config, presets: dict[str, dict]) -> Any:
         ) from None
 
 
-def _stack(values: list[Any], padding: float) -> torch.Tensor:
-    """Arrays of one length or of several (padded on the right), or scalars -> tensor (rows, ...)."""
+def _stack(values: list[Any], padding: float, width: int = 0) -> torch.Tensor:
+    """Arrays of one length or of several (padded on the right, at least to `width`), or scalars -> tensor
+    (rows, ...).
+    """
     arrays = [np.asarray(value) for value in values]
     longest = max((a.shape[0] for a in arrays if a.ndim), default=0)
+    longest = max(longest, width) if longest else 0
     if any(a.ndim and a.shape[0] != longest for a in arrays):
         arrays = [
             np.concatenate([a, np.full((longest - len(a), *a.shape[1:]), padding, a.dtype)]) for a in arrays

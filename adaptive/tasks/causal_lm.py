@@ -45,7 +45,7 @@ class CausalLM(Task):
     def load(self, config: Config) -> Loaded:
         corpus = load_corpus(config.data, config.run.seed, config.model.trust_remote_code, messages=True)
         tokenizer = build_tokenizer(config, PRESETS)
-        self.label_smoothing = config.optim.label_smoothing_factor
+        self.settle(config)
         plain = replace(config, data=replace(config.data, difficulty_column=None))
         rows = [
             self.rows(corpus.train, tokenizer, config),
@@ -72,9 +72,10 @@ class CausalLM(Task):
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         batch = super().collate(rows)
         lengths = np.array([len(row["input_ids"]) for row in rows])
-        if "attention_mask" not in batch and lengths.min() < lengths.max():
+        longest = batch["input_ids"].shape[1]
+        if "attention_mask" not in batch and lengths.min() < longest:
             batch["attention_mask"] = torch.from_numpy(
-                (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+                (np.arange(longest) < lengths[:, None]).astype(np.int64)
             )
         if "labels" not in batch:
             mask = batch.get("attention_mask")

@@ -28,6 +28,7 @@ class Classification(Task):
 
     def load(self, config: Config) -> Loaded:
         length = config.data.sequence_length
+        self.settle(config)
         corpus = load_corpus(config.data, config.run.seed, config.model.trust_remote_code, need_labels=True)
         if config.data.dataset_name == "stdlib":
             corpus = stdlib_pieces(corpus, length)
@@ -68,7 +69,8 @@ class Classification(Task):
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
         ).logits  # (rows, classes)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        loss = F.cross_entropy(logits, batch["label"], reduction="none")
+        smoothing = self.label_smoothing if model.training else 0.0
+        loss = F.cross_entropy(logits, batch["label"], reduction="none", label_smoothing=smoothing)
         return {"loss": loss, "accuracy": (logits.argmax(dim=1) == batch["label"]).float()}
 
 

@@ -36,7 +36,7 @@ class MaskedLM(CausalLM):
         if tokenizer.mask_token_id is None:
             raise BadSetting("masked_lm needs a tokenizer with a mask token; write --tokenizer_name")
         self.seed, self.share = config.run.seed, config.data.mlm_probability
-        self.label_smoothing = config.optim.label_smoothing_factor
+        self.settle(config)
         self.n_words, self.mask = len(tokenizer), tokenizer.mask_token_id
         self.special = np.array(tokenizer.all_special_ids)  # never chosen
         self.pad = self.pad | {"input_ids": tokenizer.pad_token_id or 0}

@@ -32,9 +32,10 @@ class Seq2Seq(Task):
         corpus = load_corpus(data, config.run.seed, code, need_target=not stdlib)
         corpus = stdlib_functions(corpus) if stdlib else corpus
         tokenizer = build_tokenizer(config, PRESETS)
-        self.label_smoothing = config.optim.label_smoothing_factor
+        self.settle(config)
         self.pad = self.pad | {"input_ids": tokenizer.pad_token_id or 0}
         lengths = (data.sequence_length, data.max_target_length or data.sequence_length)
+        self.widths |= {"labels": lengths[1]} if self.widths else {}
         rows = [
             None if rows is None else encode(rows, tokenizer, data.source_prefix, *lengths)
             for rows in (corpus.train, corpus.eval)
