@@ -33,6 +33,7 @@ from adaptive.checkpoint import Checkpoints  # noqa: E402
 from adaptive.data import Data  # noqa: E402
 from adaptive.engine import Engine  # noqa: E402
 from adaptive.evaluate import tell_evaluation  # noqa: E402
+from adaptive.memory import MicroBatch  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
 from adaptive.plan import Lengths, exact, passes, plan_step  # noqa: E402
 from adaptive.records import Audit, open_folder, train_record  # noqa: E402
@@ -77,6 +78,7 @@ def main(config: Config) -> RunState:
         engine.clock_from(state.seconds)
         engine.from_rank0(lambda: save(config, folder / "config.yaml"))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
+        micro_batch = MicroBatch(config, engine, task, data, state, report)
         while not (0 < run.max_steps <= state.step or stop):
             # Decide: rank 0 calls the schedule, every process gets the same exact number.
             before = state.counters()
@@ -95,12 +97,9 @@ def main(config: Config) -> RunState:
             weight = scaling.sample_weight(config.batch, plan, engine.world_size)
             learning_rate = optim.learning_rate * factor * rule(float(scaling.mean_size(plan) / base))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
-            engine.seed(state.step + 1)
-            batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
-            own, sources, indices = data.share(plan)
-            measured = None
-            if plan.size:
-                measured = gradient(engine, task, own, data.idle_row, plan.size, weight, batch)
+            own, sources, indices, weight = data.take(plan, weight, engine, state)
+            attempt = partial(gradient, engine, task, own, data.idle_row, plan.size, weight)
+            batch, measured = micro_batch.run(attempt, plan.size)
             audit.write(state.step + 1, sources, indices, weight)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
@@ -118,29 +117,30 @@ def main(config: Config) -> RunState:
             report.train(record)
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)
-            stop = measured is not None and measured.stop
+            stop = measured.stop if measured else engine.stop_asked_anywhere()
             if eval_every.due(before, state.counters()) and not stop:
                 evaluated = state.step
                 stop = not tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
-            if save_every.due(before, state.counters()) or stop:
+            if save_every.due(before, state.counters()) or checkpoints.due(state):
                 checkpoints.save(state, report)
 
         if stop:
+            checkpoints.finish(state, report)
             return leave_word(config, state, report)
         state.refuse_no_update()
         if evaluated != state.step:
             tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
-        checkpoints.save(state, report)
-        engine.save_model(folder / "model", rows.tokenizer)
+        checkpoints.finish(state, report, partial(engine.save_model, folder / "model", rows.tokenizer))
     return state
 
 
 def gradient(
     engine: Engine, task: Task, rows: list, idle_row: Callable, size: int, weight: float, batch: Batch
-) -> signals.Measured:
+) -> signals.Measured | None:
     """Forward and backward of every pass of one step; leaves sum_i w_i grad l_i (scaling.py) in the engine.
 
-    Every process runs the same number of passes; one without samples left runs a row with weight 0.
+    Every process runs the same number of passes; one without samples left runs a row that teaches nothing.
+    None, and nothing is left of it, where some process ran out of memory.
     """
     micro, by_tokens = batch.micro_batch_size, batch.normalize_by == "tokens"
     starts = range(0, passes(size, engine.world_size, micro) * micro, micro)
@@ -148,22 +148,24 @@ def gradient(
     items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
     tokens = sum(int(count.sum()) for count in items)
     weighing = tokens if by_tokens else sum(int((count > 0).sum()) for count in items)
-    all_tokens = engine.sum_integers([tokens])[0] if by_tokens else None
+    all_tokens = engine.open_step(batches, tokens if by_tokens else None)
     scale = scaling.loss_scale(weight, size, engine.world_size, all_tokens)
 
-    total = 0.0
-    for at, passed, count in zip(starts, batches, items, strict=True):
-        with engine.pass_(last=at == starts[-1]):
-            losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over items
-            if not by_tokens:
-                losses = losses / count.clamp(min=1).to(losses.device)
-            loss = losses.sum()
-            engine.backward(loss * (scale if at < len(rows) else 0.0))
-        engine.norms.close_pass(count, scale, by_tokens, engine)
-        total = total + loss.detach().double() * (at < len(rows))
+    seen = []
+    with engine.passes():
+        for at, passed, count in zip(starts, batches, items, strict=True):
+            with engine.pass_(last=at == starts[-1], idle=at >= len(rows)):
+                losses = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) sums over items
+                if not by_tokens:
+                    losses = losses / count.clamp(min=1).to(losses.device)
+                engine.backward(losses.sum() * scale)
+            engine.norms.close_pass(count, scale, by_tokens, engine)
+            seen += [losses.detach()] * (at < len(rows))
+    if not engine.reduce_gradient():
+        return None
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]
-    return signals.Measured.reduce(engine, total, weighing, tokens, padding)
+    return signals.Measured.reduce(engine, seen, weighing, tokens, padding)
 
 
 def update(engine: Engine, measured: signals.Measured, learning_rate: float) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +52,7 @@ class Source:
             return [], []
         indices = self._indices(positions)
         if not self.workers:
-            return fetch(self.dataset, indices), indices.tolist()
+            return fetch_each(self.dataset, indices), indices.tolist()
         return [self._read(int(position)) for position in positions], indices.tolist()
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
@@ -99,6 +100,13 @@ class Source:
         self._stream, self._next = iter(loader), position
 
 
+class Unreadable:
+    """In place of a row that raised."""
+
+    def __init__(self, error: Exception):
+        self.why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 class Data:
     """All sources of a run, as one rank sees them."""
 
@@ -107,6 +115,7 @@ class Data:
         seed, workers = config.run.seed, config.data.dataloader_num_workers
         self.sources = {n: Source(n, d, seed, rank, world_size, workers) for n, d in datasets.items()}
         self._idle: dict | None = None
+        self.config = config
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -120,10 +129,44 @@ class Data:
             rows, indices, names = rows + more_rows, indices + more_indices, names + [name] * len(positions)
         return rows, names, indices
 
+    def take(
+        self, plan: StepPlan, weight: float, engine: Any, state: Any
+    ) -> tuple[list[dict], list[str], list[int], float]:
+        """`share` without rows that raised, and the weight of those that are left.
+
+        --on_bad_sample stop: BadSetting that names the row, on every rank. skip: collective; such a sample is
+        consumed and teaches nothing, and the others weigh as if the step had been made of them alone.
+        """
+        rows, sources, indices = self.share(plan)
+        bad = [k for k, row in enumerate(rows) if isinstance(row, Unreadable)]
+        told = [f"row {indices[k]} of {sources[k]} cannot be read ({rows[k].why})" for k in bad]
+        if self.config.data.on_bad_sample == "stop":
+            if bad:
+                raise engine.stop_all(f"{told[0]}; mend it, or write --on_bad_sample skip")
+            return rows, sources, indices, weight
+        (n_bad,) = engine.sum_integers([len(bad)])
+        for line in told:
+            print(f"warning: step {state.step + 1}: {line}; skipped", file=sys.stderr, flush=True)
+        state.bad_samples += n_bad
+        good = [k for k in range(len(rows)) if k not in bad]
+        rows, sources, indices = ([values[k] for k in good] for values in (rows, sources, indices))
+        if self.config.batch.normalize_by == "samples" and plan.size > n_bad:  # tokens are counted anyway
+            weight *= plan.size / (plan.size - n_bad)
+        return rows, sources, indices, weight
+
+    def longest_row(self, look_at: int) -> dict:
+        """The longest of `look_at` rows from all over the first source."""
+        dataset = next(iter(self.sources.values())).dataset
+        chosen = np.unique(np.linspace(0, len(dataset) - 1, look_at).astype(np.int64))
+        rows = [row for row in fetch_each(dataset, chosen) if isinstance(row, dict)]
+        return max(rows, key=lambda row: sum(np.size(value) for value in row.values()))
+
     def idle_row(self) -> dict:
         """A row for passes of weight 0, which ranks without a sample run so that every rank takes part."""
         if self._idle is None:
-            self._idle = fetch(next(iter(self.sources.values())).dataset, np.zeros(1, dtype=np.int64))[0]
+            dataset = next(iter(self.sources.values())).dataset
+            rows = (fetch_each(dataset, np.array([number]))[0] for number in range(len(dataset)))
+            self._idle = next(row for row in rows if not isinstance(row, Unreadable))
         return self._idle
 
 
@@ -135,7 +178,7 @@ class _Positions(torch.utils.data.Dataset):
 
     def __getitem__(self, positions: range) -> list[tuple[int, dict]]:
         indices = self.order.indices(np.fromiter(positions, dtype=np.int64))
-        return list(zip(positions, fetch(self.dataset, indices), strict=True))
+        return list(zip(positions, fetch_each(self.dataset, indices), strict=True))
 
 
 def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
@@ -147,6 +190,16 @@ def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices.tolist())
     return [dataset[i] for i in indices.tolist()]
+
+
+def fetch_each(dataset: Any, indices: np.ndarray) -> list[dict | Unreadable]:
+    """`fetch`, with an Unreadable for each row that raises."""
+    try:
+        return fetch(dataset, indices)
+    except Exception as error:  # whatever a dataset does with a broken file
+        if len(indices) == 1:
+            return [Unreadable(error)]
+    return [fetch_each(dataset, indices[k : k + 1])[0] for k in range(len(indices))]
 
 
 class _Column:

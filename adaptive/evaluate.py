@@ -42,7 +42,7 @@ def evaluate(
                         sorted(values, key="loss".__ne__),
                         torch.zeros(len(values) + 2, dtype=torch.float64, device=engine.device),
                     )
-                if engine.sum_integers([engine.stop_asked])[0]:
+                if engine.stop_asked_anywhere():
                     return None
                 if len(mine):
                     sums += _sums(values, names, task.items(batch).to(engine.device), normalize_by)
@@ -80,6 +80,6 @@ def tell_evaluation(
     size, normalize_by = config.eval.per_device_eval_batch_size, config.batch.normalize_by
     means = evaluate(engine, task, dataset, size, normalize_by)
     if means is not None:
-        state.signals["eval_loss"] = means["eval_loss"]
+        state.learn_evaluation(means["eval_loss"])
         report.eval({"kind": "eval", **counters(state, lengths), **means})
     return means is not None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from adaptive.config import BadSetting, Config
-from adaptive.plan import Lengths, StepPlan
+from adaptive.plan import Lengths, StepPlan, share
 from adaptive.state import RunState
 
 
@@ -39,6 +40,7 @@ def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:
         "tokens": state.tokens,
         "input_tokens": state.input_tokens,
         "padding_tokens": state.padding_tokens,
+        **({"bad_samples": state.bad_samples} if state.bad_samples else {}),
         "epoch": passed / rows,
         "train_coverage": used / rows if used or not passed else 1.0,
     }
@@ -59,8 +61,19 @@ def train_record(
         "positions": [[i.source, i.start, i.stop] for i in plan.intervals],
         "loss": measured.loss if measured and measured.items else None,
         "grad_norm": measured.grad_norm if measured else None,
+        **({"worst_samples": _placed(plan, measured)} if measured and measured.suspects else {}),
         **others,
     }
+
+
+def _placed(plan: StepPlan, measured: Any) -> list[list]:
+    """[[source, position, loss]] of a step that was not finite; the loss as text where it is no number."""
+    placed = []
+    for rank, number, loss in measured.suspects:
+        shares = share(plan, rank, measured.world_size)
+        source, position = [(name, int(p)) for name, positions in shares for p in positions][number]
+        placed.append([source, position, loss if math.isfinite(loss) else str(loss)])
+    return placed
 
 
 class Audit:

@@ -9,8 +9,10 @@ To add one: a line in KNOWN and a line in `after_step`; a task adds its own thro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from adaptive import noise_scale
 from adaptive.config import BadSetting
@@ -46,6 +48,7 @@ MEASURED = noise_scale.SIGNALS | {
     "step_seconds",
     "samples_per_second",
 }
+WORST = 4  # samples that each process names when a step is not finite
 LOSS_EMA_KEEP = 0.5 ** (1 / 10)
 
 
@@ -63,19 +66,21 @@ class Measured:
     stop: bool  # a signal asked some process to stop
     passes: tuple[float, ...] | None  # means of |g_k|^2 and 1/b_k, samples, their weight (noise_scale.py)
     memory_usage: float | None
+    world_size: int = 1
+    suspects: list[tuple[int, int, float]] = field(default_factory=list)  # of a step that is not finite
 
     @classmethod
     def reduce(
-        cls, engine: Any, loss_sum: Any, weighing: int, items: int, token_counts: list[tuple]
+        cls, engine: Any, losses: list[torch.Tensor], weighing: int, items: int, token_counts: list[tuple]
     ) -> Measured:
         """This rank's sums -> Measured, in one fp64 all-reduce and one host read of the device.
 
-        `weighing`: what the loss is a mean over (samples or tokens). `token_counts`: (input, padding) per
-        real pass.
+        `losses`: (rows,) of each real pass. `weighing`: what their mean is over (samples or tokens).
+        `token_counts`: (input, padding) per real pass.
         """
         norms = engine.norms
         own_loss, own_square, own_passes = engine.read(
-            loss_sum, engine.squared_norm(), norms.total(engine.device)
+            _total(losses, engine.device), engine.squared_norm(), norms.total(engine.device)
         )
         if not engine.sharded:  # every rank holds the whole gradient
             own_square /= engine.world_size
@@ -103,7 +108,31 @@ class Measured:
             stop=stops > 0,
             passes=(pass_square / n, inverse / n, samples, total) if n else None,
             memory_usage=max(memory, default=None),
+            world_size=engine.world_size,
+            suspects=[] if finite else suspects(engine, losses),
         )
+
+
+def _total(losses: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    return torch.cat(losses).double().sum() if losses else torch.zeros((), device=device)
+
+
+def suspects(engine: Any, losses: list[torch.Tensor]) -> list[tuple[int, int, float]]:
+    """Collective: (rank, number within its share, loss) of the samples that spoilt a step: those without a
+    finite loss, or, where only the gradient has none, those with the largest.
+    """
+    values = torch.cat(losses).double().tolist() if losses else []
+    worst = sorted(range(len(values)), key=lambda j: (math.isfinite(values[j]), -values[j]))[:WORST]
+    width = 1 + 2 * WORST  # how many, then two numbers for each
+    slots = [0.0] * (width * engine.world_size)
+    told = [float(len(worst)), *(number for j in worst for number in (float(j), values[j]))]
+    slots[width * engine.rank : width * engine.rank + len(told)] = told
+    slots, found = engine.sum(slots), []
+    for rank in range(engine.world_size):
+        count, *pairs = slots[width * rank : width * (rank + 1)]
+        found += [(rank, int(pairs[2 * k]), pairs[2 * k + 1]) for k in range(int(count))]
+    spoilt = [entry for entry in found if not math.isfinite(entry[2])]
+    return spoilt or sorted(found, key=lambda entry: -entry[2])[:WORST]
 
 
 def wanted(named: set[str], tracked: tuple[str, ...]) -> frozenset[str]:

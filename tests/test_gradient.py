@@ -216,6 +216,7 @@ def as_rank(engine: Engine, rank: int, world_size: int, all_tokens: int) -> Engi
     one = copy.copy(engine)
     one.rank, one.world_size = rank, world_size
     one.sum_integers, one.sum = (lambda values: [all_tokens]), (lambda values: values)
+    one.repeats = False  # as where nothing is agreed on between the passes and the step
     return one
 
 
