@@ -33,6 +33,7 @@ from adaptive.data import Data, Share, load  # noqa: E402
 from adaptive.dry_run import tell_plan  # noqa: E402
 from adaptive.engine import Engine  # noqa: E402
 from adaptive.evaluate import tell_evaluation  # noqa: E402
+from adaptive.memory import MicroBatch  # noqa: E402
 from adaptive.optim import build_optimizer  # noqa: E402
 from adaptive.participation import plan_with  # noqa: E402
 from adaptive.plan import Lengths, exact, passes  # noqa: E402
@@ -81,6 +82,7 @@ def main(config: Config) -> RunState:
         engine.clock_from(state.seconds)
         engine.from_rank0(lambda: note_start(config, state, engine))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
+        micro_batch = MicroBatch(config, engine, task, data, state, report)
         while not (0 < run.max_steps <= state.step or stop):
             # Decide: rank 0 calls the schedule, every process gets the same exact number.
             before = state.counters()
@@ -100,13 +102,10 @@ def main(config: Config) -> RunState:
             moment = scaling.second_moment(optim, ratio, state.beta2_product, state.updates)
             learning_rate = optim.learning_rate * factor * rule(ratio, float(base), seen.get("noise_scale"))
             learning_rate *= scaling.warmup(state.samples, plan.size, warmup)
-            engine.seed(state.step + 1)
-            batch = engine.norms.prepare(config.batch, state.step + 1, plan.size, engine.world_size)
-            own = data.share(plan, weights)
-            checked = check_step(
-                config, engine, task, data, plan, state.step + 1, gradient, weights, own, report
-            )  # fmt: skip
-            measured = gradient(engine, task, own, data.idle_row, batch) if plan.size else None
+            own = data.take(plan, weights, engine, state)
+            checked = check_step(config, micro_batch, task, data, plan, gradient, weights, own)
+            attempt = partial(gradient, engine, task, own, data.idle_row)
+            batch, measured = micro_batch.run(attempt, plan.size)
             audit.write(state.step + 1, own)
 
             # Step, or not: every process sees the same sums and comes to the same conclusion.
@@ -124,45 +123,49 @@ def main(config: Config) -> RunState:
             report.train(record)
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)
-            stop = measured is not None and measured.stop
+            stop = measured.stop if measured else engine.stop_asked_anywhere()
             if eval_every.due(before, state.counters()) and not stop:
                 evaluated = state.step
                 stop = not tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
-            if save_every.due(before, state.counters()) or stop:
+            if save_every.due(before, state.counters()) or checkpoints.due(state):
                 checkpoints.save(state, report)
 
         if stop:
+            checkpoints.finish(state, report)
             report.leave_word(state)
             return state
         state.refuse_no_update()
         if evaluated != state.step:
             tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
-        checkpoints.save(state, report)
-        engine.save_model(folder / "model", rows.tokenizer)
+        checkpoints.finish(state, report, partial(engine.save_model, folder / "model", rows.tokenizer))
     return state
 
 
 def gradient(
     engine: Engine, task: Task, own: Share, idle_row: Callable, batch: Batch
-) -> signals.Measured:
+) -> signals.Measured | None:
     """Forward and backward of every pass of one step; leaves sum_i w_i grad l_i (scaling.py) in the engine.
 
-    Every process runs the same number of passes; one without samples left runs a row with weight 0.
+    Every process runs the same number of passes; one without samples left runs a row that teaches nothing.
+    None, and nothing is left of it, where some process ran out of memory.
     """
     micro, by_tokens, rows = batch.micro_batch_size, batch.normalize_by == "tokens", own.rows
     starts = range(0, passes(own.size, engine.world_size, micro) * micro, micro)
     batches = [task.collate(rows[at : at + micro] or [idle_row()]) for at in starts]
     items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
-    totals = engine.start_sum(own.group_totals(items)) if by_tokens else lambda: None
+    totals = engine.open_step(batches, own.group_totals(items) if by_tokens else None)
 
     losses, scales = [], None
-    for k, (passed, count) in enumerate(zip(batches, items, strict=True)):
-        with engine.pass_(last=k == len(batches) - 1):
-            sums = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)
-            scales = scales or own.loss_scales(items, totals(), engine.world_size)
-            engine.backward((sums * scales[k].to(sums)).sum())
-        engine.norms.close_pass(count, scales[k], engine)
-        losses.append(sums.detach())
+    with engine.passes():
+        for at, passed, count in zip(starts, batches, items, strict=True):
+            with engine.pass_(last=at == starts[-1], idle=at >= len(rows)):
+                sums = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)
+                scales = scales or own.loss_scales(items, totals(), engine.world_size)
+                engine.backward((sums * scales[at // micro].to(sums)).sum())
+            engine.norms.close_pass(count, scales[at // micro], engine)
+            losses.append(sums.detach())
+    if not engine.reduce_gradient():
+        return None
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]
     return signals.Measured.reduce(engine, own, losses, items, by_tokens, padding)

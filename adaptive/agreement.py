@@ -65,6 +65,10 @@ class Agreement:
         """`sum_integers` in two: what the caller does before it calls the result waits for no other rank."""
         return self._start(torch.tensor(values, dtype=torch.int64))
 
+    def maximum(self, values: list[float]) -> list[float]:
+        """Elementwise maximum over ranks, in fp64."""
+        return self._start(torch.tensor(values, dtype=torch.float64), torch.maximum)()
+
     def same_everywhere(self, value: str, what: str) -> None:
         """RuntimeError on every rank unless all ranks hold rank 0's `value`; for --check_agreement."""
         digest = hashlib.blake2b(value.encode(), digest_size=8).hexdigest()
@@ -77,8 +81,8 @@ class Agreement:
         """Barrier on the CPU."""
         self.sum_integers([0])
 
-    def _start(self, own: torch.Tensor) -> Callable[[], list]:
-        """Sum of `own` (k,) by recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.5).
+    def _start(self, own: torch.Tensor, combine: Callable = torch.add) -> Callable[[], list]:
+        """`own` (k,) of all ranks, by recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.5).
 
         Partners at distance 1, 2, 4 ... add the same two numbers, so that all ranks get the same bits. A rank
         beyond the largest power of 2 hands its part to one below it before, and gets the sum from it after.
@@ -96,12 +100,12 @@ class Agreement:
             self._begun = None
             if rank >= power:
                 return self._receive(own, rank - power, sent).tolist()
-            value = own if above is None else own + self._receive(own, above)
+            value = own if above is None else combine(own, self._receive(own, above))
             distance = 1
             while distance < power:
                 partner = rank ^ distance
                 sending = sent if sent and distance == 1 else self._send(value, partner)
-                value = value + self._receive(value, partner, sending)
+                value = combine(value, self._receive(value, partner, sending))
                 distance *= 2
             if above is not None:
                 self._send(value, above).wait()

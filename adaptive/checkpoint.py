@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class Checkpoints:
         self.config, self.engine, self.fingerprint = config, engine, fingerprint
         self.folder = Path(config.run.output_dir, "checkpoints")
         self.opened: Path | None = None  # never pruned
-        self.saved_step = 0
+        self.saved_step, self.error = 0, None  # of the last save that failed
         self.run_id: str | None = None
 
     def save(self, state: RunState, report: Any) -> bool:
@@ -49,6 +50,7 @@ class Checkpoints:
         error = error or self._attempt(
             lambda: self._seal(partial, target, state, report) if self.engine.is_main else None
         )
+        self.error = error
         if error:
             if self.engine.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -59,12 +61,29 @@ class Checkpoints:
             self._prune()
         return True
 
+    def due(self, state: RunState) -> bool:
+        """Whether --keep_best wants this step: it was just evaluated, and better than any before."""
+        return self.config.output.keep_best > 0 and state.best_at == state.step
+
+    def finish(self, state: RunState, report: Any, save_model: Callable[[], None] | None = None) -> None:
+        """Collective: the last state, and the model. BadSetting where either was not written: the run did
+        not leave what was asked for.
+        """
+        self.save(state, report)
+        error = self._attempt(save_model) if save_model else None
+        if self.error or error:
+            raise BadSetting(
+                f"the last {'checkpoint' if self.error else 'model'} could not be written to "
+                f"{self.config.run.output_dir} ({self.error or error}); free some space, or write another "
+                "--output_dir"
+            )
+
     def _attempt(self, work: Any) -> str | None:
         """Run `work` here; the error of any process, on every process."""
         error = None
         try:
             work()
-        except (OSError, RuntimeError) as failure:  # torch reports a full disk as RuntimeError
+        except Exception as failure:  # a full disk has many names: OSError, RuntimeError, SafetensorError
             error = f"rank {self.engine.rank}: {' '.join(str(failure).split())[:200]}"
         (failures,) = self.engine.sum_integers([error is not None])
         return error or (f"{failures} process(es) failed" if failures else None)
@@ -87,6 +106,7 @@ class Checkpoints:
             "fingerprint": self.fingerprint,
             "seed": self.config.run.seed,
             "wandb_run_id": report.wandb_run_id,
+            "eval_loss": state.signals.get("eval_loss") if state.evaluated_at == state.step else None,
             "config": self.config.flat(),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -98,10 +118,15 @@ class Checkpoints:
         _flush(self.folder)
 
     def _prune(self) -> None:
-        """Keep the newest --keep_last, by number; foreign names and the one resumed from stay."""
+        """Keep the newest --keep_last and the --keep_best of lowest eval_loss; foreign names and the one
+        resumed from stay.
+        """
+        output = self.config.output
         whole = [path for _, path in sorted(_numbered(self.folder))]
-        for path in whole[: -self.config.output.keep_last]:
-            if path != self.opened:
+        best = sorted((loss, path) for path in whole if (loss := eval_loss(path)) is not None)
+        kept = {*whole[-output.keep_last :], *(path for _, path in best[: output.keep_best]), self.opened}
+        for path in whole:
+            if path not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 
     def resume(self, fresh: RunState) -> RunState:
@@ -123,7 +148,13 @@ class Checkpoints:
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
-        self.engine.load_state(self.opened, manifest)
+        if self.config.run.weights_only:
+            self.engine.load_weights(self.opened, manifest)
+            if self.engine.is_main:
+                print(f"weights and counters of {chosen}; the optimizer starts afresh (--weights_only)")
+        else:
+            self._same_optimizer(manifest)
+            self.engine.load_state(self.opened, manifest)
         self.saved_step = state.step
         if self.opened.parent.resolve() == self.folder.resolve():  # else a branch, which is a run of its own
             self.run_id = manifest["wandb_run_id"]
@@ -132,6 +163,14 @@ class Checkpoints:
         cut_back(Path(self.config.run.output_dir, "audit", f"rank{self.engine.rank}.jsonl"), state.step)
         self.engine.wait()
         return state
+
+    def _same_optimizer(self, manifest: dict[str, Any]) -> None:
+        before, here = manifest["config"]["optim"], self.config.optim.optim
+        if before != here:
+            raise BadSetting(
+                f"{self.opened} has the state of --optim {before} and this is {here}; continue with the "
+                "same, or write --weights_only to start the optimizer afresh"
+            )
 
     def _choose(self, wanted: str) -> str | None:
         if wanted == "auto":
@@ -179,6 +218,14 @@ def problem(path: Path) -> str | None:
         if not file.is_file() or file.stat().st_size != size:
             return f"{name} is missing or has another size"
     return None
+
+
+def eval_loss(path: Path) -> float | None:
+    """Of the weights in checkpoint `path`, None where they were not evaluated."""
+    try:
+        return json.loads((path / MANIFEST).read_text()).get("eval_loss")
+    except (OSError, ValueError):
+        return None
 
 
 def cut_back(path: Path, step: int) -> None:

@@ -98,6 +98,8 @@ class Data:
     """
     mlm_probability: float = 0.15
     """Tokens that masked_lm hides and asks for (share of tokens)."""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """A row that raises when it is read: stop and name it, or go on without it, exactly (policy)."""
     dataloader_num_workers: int = 0
     """Worker processes that read this process's next samples ahead; 0 reads in the loop (processes)."""
 
@@ -118,6 +120,8 @@ class Run:
     """Folder of the run; by default runs/TASK-TIME, always a new one (path)."""
     resume_from_checkpoint: str | None = None
     """Go on from the newest whole checkpoint of --output_dir (auto) or from this one (auto or path)."""
+    weights_only: bool = False
+    """Resume weights and counters but start the optimizer afresh, e.g. under another engine (yes/no)."""
     allow_dataset_change: bool = False
     """Resume although the training data is not what it was (yes/no)."""
     self_check: int = 0
@@ -150,8 +154,12 @@ class Batch:
     """
     max_batch_size: float | None = None
     """Larger sizes are clamped to this (samples, in the unit of the initial size)."""
-    micro_batch_size: int = 32
-    """Most samples one process sends through the model at once; memory only (samples per process)."""
+    micro_batch_size: Literal["auto"] | int = 32
+    """Most samples one process sends through the model at once, auto: what fits; memory only (samples per
+    process).
+    """
+    micro_batch_regrow: str = "never"
+    """Double it so long after running out of memory halved it: "5000 steps" (steps, samples or minutes)."""
     fraction: Literal["participate", "accumulate"] = "participate"
     """A per-device size b below 1: b samples a step on average, or the share of an update one pass is
     (policy).
@@ -264,6 +272,8 @@ class Output:
     """Checkpoints; always one at the end and when a signal stops the run (steps, samples or minutes)."""
     keep_last: int = 2
     """Checkpoints that are kept, the newest (checkpoints)."""
+    keep_best: int = 0
+    """Checkpoints that are kept beside, of the lowest eval_loss; each new best is saved (checkpoints)."""
     report_to: tuple[str, ...] = ("wandb",)
     """Trackers: wandb, tensorboard, trackio or none; the last two are extras to be installed (names)."""
     project_name: str = "adaptive-batch"
@@ -339,6 +349,7 @@ ABOVE_ZERO = {
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
     "warmup_samples", "warmup_ratio", "seed", "self_check", "usage_correction",
+    "keep_best",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name", "compile": "torch_compile"}
 REPEATABLE = {
@@ -416,7 +427,7 @@ def check(config: Config) -> Config:
     """Refuse what no run can mean, fill in what follows from other settings."""
     optim, run, data, settings = config.optim, config.run, config.data, config.flat()
     for name, value in settings.items():
-        if name in ABOVE_ZERO and value is not None and not 0 < value < float("inf"):
+        if name in ABOVE_ZERO and value not in (None, "auto") and not 0 < value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write a number above 0")
         if name in AT_LEAST_ZERO and value is not None and not 0 <= value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write 0 or more")
@@ -441,7 +452,7 @@ def check(config: Config) -> Config:
     unknown = set(config.output.report_to) - {"wandb", "tensorboard", "trackio", "none"}
     if unknown:
         raise BadSetting(f"--report_to has {sorted(unknown)[0]!r}; write wandb, tensorboard, trackio or none")
-    for flag in ("eval_every", "log_every", "save_every"):
+    for flag in ("eval_every", "log_every", "save_every", "micro_batch_regrow"):
         Every.parse(settings[flag], flag)
     if run.resume_from_checkpoint and not run.output_dir:
         if run.resume_from_checkpoint == "auto":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -69,12 +70,43 @@ class Share:
     sizes: tuple[int, ...] = ()  # of each group, over all ranks
     counts: dict[str, int] = field(default_factory=dict)  # source -> this rank's rows
     difficulty: list[float] | None = None  # (k,) of --difficulty_column
+    places: list[int] = field(default_factory=list)  # (k,) of the samples, where some are left out
 
     @classmethod
     def alike(cls, rows: list[dict], size: int, weight: float) -> Share:
         """Rows of one source that weigh the same."""
         names, n = ["train"] * len(rows), len(rows)
         return cls(rows, size, [weight] * n, names, [0] * n, [0] * n, (size,), {"train": n})
+
+    @property
+    def bad(self) -> list[int]:
+        """Rows that could not be read."""
+        return [k for k, row in enumerate(self.rows) if isinstance(row, Unreadable)]
+
+    def bad_by_group(self) -> list[int]:
+        bad = [self.groups[k] for k in self.bad]
+        return [bad.count(group) for group in range(len(self.sizes))]
+
+    def without_bad(self, n_bad: list[int], by_samples: bool) -> Share:
+        """The rows that could be read; n_bad: of each group the others, over all ranks.
+
+        Where samples weigh alike those that are left take over the weight; tokens are counted anyway.
+        """
+        bad = set(self.bad)
+        good = [k for k in range(len(self.rows)) if k not in bad]
+        left = [n / (n - b) if by_samples and n > b else 1.0 for n, b in zip(self.sizes, n_bad, strict=True)]
+        names = [self.sources[k] for k in good]
+        return replace(
+            self,
+            rows=[self.rows[k] for k in good],
+            weights=[self.weights[k] * left[self.groups[k]] for k in good],
+            sources=names,
+            indices=[self.indices[k] for k in good],
+            groups=[self.groups[k] for k in good],
+            counts={source: names.count(source) for source in self.counts},
+            difficulty=self.difficulty and [self.difficulty[k] for k in good],
+            places=good,
+        )
 
     def group_totals(self, items: list[torch.Tensor]) -> list[int]:
         """This rank's supervised items in each group; `items`: (rows,) of each pass."""
@@ -131,9 +163,10 @@ class Source:
             return [], []
         indices = self.order.indices(positions) if scattered else self._indices(positions)
         by_workers = self.workers and not scattered
-        rows = [self._read(int(p)) for p in positions] if by_workers else fetch(self.dataset, indices)
-        if "position" in rows[0]:  # for tasks whose rows are drawn (tasks/__init__.py)
-            rows = [row | {"position": int(p)} for row, p in zip(rows, positions, strict=True)]
+        rows = [self._read(int(p)) for p in positions] if by_workers else fetch_each(self.dataset, indices)
+        for at, position in enumerate(positions.tolist()):
+            if isinstance(rows[at], dict) and "position" in rows[at]:  # see tasks/__init__.py
+                rows[at] = rows[at] | {"position": position}
         return rows, indices.tolist()
 
     def _indices(self, positions: np.ndarray) -> np.ndarray:
@@ -181,6 +214,13 @@ class Source:
         self._stream, self._next = iter(loader), position
 
 
+class Unreadable:
+    """In place of a row that raised."""
+
+    def __init__(self, error: Exception):
+        self.why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 class Data:
     """All sources of a run, as one rank sees them."""
 
@@ -191,6 +231,7 @@ class Data:
         self.by_source = bool(config.batch.source_weights)
         self.column = config.data.difficulty_column
         self._idle: dict | None = None
+        self.config = config
         if self.column or len(self.sources) > 1:
             self._check_columns()
 
@@ -218,8 +259,37 @@ class Data:
             factors = [pick.factor for pick in own_picks(plan, rank, world_size)]
             own.weights = [weight * factor for weight, factor in zip(own.weights, factors, strict=True)]
         if self.column:
-            own.difficulty = [float(row[self.column]) for row in own.rows]
+            rows = (row if isinstance(row, dict) else {self.column: 0.0} for row in own.rows)
+            own.difficulty = [float(row[self.column]) for row in rows]
         return own
+
+    def take(self, plan: StepPlan, weights: dict[str, float], engine: Any, state: Any) -> Share:
+        """`share` without rows that raised, and the weights of those that are left.
+
+        --on_bad_sample stop: BadSetting that names the row, on every rank. skip: collective; such a sample is
+        consumed and teaches nothing, and the others weigh as if its group had been made of them alone.
+        """
+        own = self.share(plan, weights)
+        told = [
+            f"row {own.indices[k]} of {own.sources[k]} cannot be read ({own.rows[k].why})" for k in own.bad
+        ]
+        if self.config.data.on_bad_sample == "stop":
+            if told:
+                raise engine.stop_all(f"{told[0]}; mend it, or write --on_bad_sample skip")
+            return own
+        n_bad = engine.sum_integers(own.bad_by_group())
+        for line in told:
+            print(f"warning: step {state.step + 1}: {line}; skipped", file=sys.stderr, flush=True)
+        state.bad_samples += sum(n_bad)
+        return own.without_bad(n_bad, self.config.batch.normalize_by == "samples")
+
+    def longest_row(self, look_at: int) -> dict:
+        """The longest of `look_at` rows from all over each source."""
+        rows: list[dict] = []
+        for source in self.sources.values():
+            chosen = np.unique(np.linspace(0, len(source.dataset) - 1, look_at).astype(np.int64))
+            rows += [row for row in fetch_each(source.dataset, chosen) if isinstance(row, dict)]
+        return max(rows, key=lambda row: sum(np.size(value) for value in row.values()))
 
     def idle_row(self) -> dict:
         """A row for passes of weight 0, which ranks without a sample run so that every rank takes part."""
@@ -245,7 +315,9 @@ class Data:
 
 
 def _first(dataset: Any) -> dict:
-    return fetch(dataset, np.zeros(1, dtype=np.int64))[0]
+    """The first row that can be read."""
+    rows = (fetch_each(dataset, np.array([number]))[0] for number in range(len(dataset)))
+    return next(row for row in rows if not isinstance(row, Unreadable))
 
 
 class _Positions(torch.utils.data.Dataset):
@@ -256,7 +328,7 @@ class _Positions(torch.utils.data.Dataset):
 
     def __getitem__(self, positions: range) -> list[tuple[int, dict]]:
         indices = self.order.indices(np.fromiter(positions, dtype=np.int64))
-        return list(zip(positions, fetch(self.dataset, indices), strict=True))
+        return list(zip(positions, fetch_each(self.dataset, indices), strict=True))
 
 
 def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
@@ -268,6 +340,16 @@ def fetch(dataset: Any, indices: np.ndarray) -> list[dict]:
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(indices.tolist())
     return [dataset[i] for i in indices.tolist()]
+
+
+def fetch_each(dataset: Any, indices: np.ndarray) -> list[dict | Unreadable]:
+    """`fetch`, with an Unreadable for each row that raises."""
+    try:
+        return fetch(dataset, indices)
+    except Exception as error:  # whatever a dataset does with a broken file
+        if len(indices) == 1:
+            return [Unreadable(error)]
+    return [fetch_each(dataset, indices[k : k + 1])[0] for k in range(len(indices))]
 
 
 class _Column:

@@ -3,8 +3,11 @@
 `Engine.start(config)` returns one of two: `Engine` (one process, or DistributedDataParallel) and
 `DeepSpeedEngine` (ZeRO 0 to 3). Both offer the same few verbs, so the loop has no `if` about hardware:
 
-    with engine.pass_(last):            # gradients are synchronised on the last pass only
-        engine.backward(loss)
+    engine.open_step(batches, tokens)
+    with engine.passes():               # ends where memory runs out
+        with engine.pass_(last):        # around each forward and backward
+            engine.backward(loss)
+    engine.reduce_gradient()            # over ranks; False, and nothing is left, where one ran out of memory
     engine.squared_norm()               # of the reduced gradient, before clipping, on the device
     engine.update(norm)  |  engine.discard()
 
@@ -15,8 +18,10 @@ To add a backend: a subclass with these verbs, and a file in accelerate_configs/
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -25,7 +30,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Set
+import weakref
+from collections.abc import Callable, Iterator, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,15 +42,22 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from adaptive import noise_scale
 from adaptive.agreement import Agreement
 from adaptive.config import BadSetting, Config
+from adaptive.memory import ran_out
 from adaptive.noise_scale import PassNorms
 from adaptive.optim import set_step
 from adaptive.scaling import SecondMoment
 
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
+LEAST_SCALE = 1.0  # of fp16 losses: where even this overflows, the gradient itself is at fault
+BUCKET_BYTES = 2**25  # of gradients that are reduced at once
+TIGHT = 0.9  # of a device's memory: above, a pass may run out although one of its shape did not
+LAST_WORD, LINGER_SECONDS = "adaptive/last_word", 3.0  # why this run stops, told beside the collectives
 
 
 class Engine(Agreement):
@@ -52,6 +65,8 @@ class Engine(Agreement):
 
     stage = 0  # of ZeRO
     sharded = False  # whether squared_norm() is this rank's part of a sum over ranks
+    _watched = _told = False  # this process hears, and has said, why the run stops
+    repeats = True  # whether a step that ran out of memory on one rank can be dropped and run again
 
     @classmethod
     def start(cls, config: Config) -> Engine:
@@ -96,8 +111,16 @@ class Engine(Agreement):
             group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
         Agreement.__init__(self, self.accelerator.process_index, world_size, group)
         config.run.output_dir = self.from_rank0(lambda: config.run.output_dir)
+        # On a CPU reducing in the last backward gains nothing: there is no second device to work beside.
+        self.overlaps = plain and self.world_size > 1 and self.device.type != "cpu"
+        self.proven = 0  # elements of the largest pass that did not run out of memory
+        self.starved: str | None = None  # why this rank's passes ended early
         self.stop_asked = False  # by a signal, on this process
         self._started = time.monotonic()
+
+    def stop_asked_anywhere(self) -> bool:
+        """Whether a signal asked some process to stop; a step that measures tells it by itself."""
+        return self.sum_integers([self.stop_asked])[0] > 0
 
     def main_first(self):
         """Context in which rank 0 of each machine goes first, so that caches are written once."""
@@ -117,7 +140,11 @@ class Engine(Agreement):
         if self.config.hardware.torch_compile:
             model.compile(backend=self.config.hardware.torch_compile_backend, dynamic=False)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            self.model.broadcast_buffers = False  # a collective inside forward; see reduce_gradient
         self.norms = PassNorms(model, bool(noise_scale.SIGNALS & wanted))
+        kept = model.state_dict(keep_vars=True)
+        self.moving = [b for name, b in model.named_buffers() if name in kept]  # those that training changes
         self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
 
     def seed(self, step: int, same_everywhere: bool = False) -> None:
@@ -149,11 +176,129 @@ class Engine(Agreement):
             batch = {k: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]) for k, t in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
+    # The passes of a step
+
+    def open_step(
+        self, batches: list[dict[str, torch.Tensor]], totals: list[int] | None = None
+    ) -> Callable[[], list[int] | None]:
+        """Before the passes of `batches`; returns what waits for the sums of `totals` over ranks, if any.
+
+        A rank that runs out of memory inside a backward that reduces would leave the others waiting. So the
+        gradient is reduced after the passes, once all ranks have said that theirs is whole: always where
+        that costs nothing, else at the first step of a new largest shape and where memory is tight.
+        """
+        self.starved, self._shape = None, max(sum(t.numel() for t in b.values()) for b in batches)
+        self.rows = max(len(next(iter(b.values()))) for b in batches)
+        self.length = max((t.shape[1] for b in batches for t in b.values() if t.ndim > 1), default=1)
+        self._before = [buffer.clone() for buffer in self.moving]
+        self.apart = self.repeats
+        if not self.overlaps:
+            return self.start_sum(totals) if totals else lambda: None  # on its way during the first forward
+        risky = self._shape > self.proven or self.memory_usage() > TIGHT
+        *summed, risks = self.sum_integers([*(totals or []), risky])
+        self.apart = risks > 0
+        return lambda: summed or None
+
     @contextlib.contextmanager
-    def pass_(self, last: bool) -> Iterator[None]:
-        """Around forward *and* backward of one pass."""
-        with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+    def passes(self) -> Iterator[None]:
+        """Around all passes of a step: running out of memory ends them; `reduce_gradient` then says so.
+
+        BadSetting, on every rank, where the step cannot be dropped and run again.
+        """
+        try:
             yield
+        except Exception as error:
+            word = self._last_word()
+            if word is not None:
+                raise word from None
+            if not ran_out(error):
+                raise
+            self.starved = " ".join(str(error).split())[:200]
+        if self.starved and not (self.apart or self.world_size == 1 and self.repeats):
+            raise self.stop_all(
+                f"rank {self.rank} ran out of memory, and a step of {self.name} cannot be run again "
+                f"({self.starved}); restart with --micro_batch_size {max(1, self.rows // 2)} "
+                "--resume_from_checkpoint auto"
+            )
+
+    @contextlib.contextmanager
+    def pass_(self, last: bool, idle: bool = False) -> Iterator[None]:
+        """Around forward *and* backward of one pass. An `idle` one, for a rank without a sample left, leaves
+        a gradient of zeros whatever its row holds: 0 times a loss that is no number would be none.
+        """
+        learning = [p for p in self.module.parameters() if p.requires_grad] if idle else []
+        hooks = [parameter.register_hook(torch.zeros_like) for parameter in learning]  # before any reduction
+        try:
+            with self._pass(last):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _pass(self, last: bool) -> contextlib.AbstractContextManager:
+        if last and not self.apart:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(self.model)
+
+    def reduce_gradient(self) -> bool:
+        """After the passes: average the gradient over ranks. False where one of them ran out of memory:
+        every rank is then as it was before the step.
+        """
+        if self.apart and not self._reduce(self.starved is not None):
+            self.drop()
+            return False
+        self.proven = max(self.proven, self._shape)
+        if self.moving and self.world_size > 1:  # running means, as DDP does, but not inside a pass
+            dist._broadcast_coalesced(dist.group.WORLD, self.moving, BUCKET_BYTES, 0)
+        return True
+
+    def drop(self) -> None:
+        """Forget an attempt: its gradient, what it moved in the model, and the memory it took."""
+        self._forget()
+        self.proven = 0
+        for buffer, before in zip(self.moving, self._before, strict=True):
+            buffer.copy_(before)
+        gc.collect()  # an exception and its frames hold on to each other, and to activations
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forget(self) -> None:
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler._per_optimizer_states.clear()  # nothing was unscaled
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _reduce(self, starved: bool) -> bool:
+        if self.world_size == 1:
+            return not starved
+        return _average([p for p in self.module.parameters() if p.requires_grad], self.world_size, starved)
+
+    def stop_all(self, line: str) -> BadSetting:
+        """Leave word for the other ranks, which wait in a collective, and give them time to read it."""
+        Engine._told = True
+        if self.world_size > 1:
+            dist.distributed_c10d._get_default_store().set(LAST_WORD, line)
+            time.sleep(LINGER_SECONDS)
+        return BadSetting(line)
+
+    def _last_word(self) -> BadSetting | None:
+        """What another rank said before it stopped."""
+        if self.world_size == 1 or self._told:
+            return None
+        store = dist.distributed_c10d._get_default_store()
+        return BadSetting(store.get(LAST_WORD).decode()) if store.check([LAST_WORD]) else None
+
+    def _watch(self) -> None:
+        """A rank that waits for one that ran out of memory ends soon, with its line, on every backend."""
+        while True:
+            time.sleep(1)
+            try:
+                word = self._last_word()
+            except Exception:  # the store went with the run
+                return
+            if word is not None:
+                print(f"[rank {self.rank}] error: {word}", file=sys.stderr, flush=True)
+                time.sleep(2 * LINGER_SECONDS)  # where the collective fails by itself, the end is a tidy one
+                os._exit(2)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
@@ -186,8 +331,8 @@ class Engine(Agreement):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether non-finite gradients may be the loss scaler's own search."""
-        return self.accelerator.scaler is not None
+        """Whether non-finite gradients may be the loss scaler's own search: it has somewhere to go."""
+        return self.accelerator.scaler is not None and self.loss_scale > LEAST_SCALE
 
     @property
     def loss_scale(self) -> float:
@@ -199,6 +344,32 @@ class Engine(Agreement):
         yield from (p.grad for p in self.module.parameters() if p.requires_grad)
 
     partitions_weights = False  # whether a process cannot run the model alone
+
+    # Memory
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        """The most memory that `work` holds at once, beside what was held before."""
+        if self.device.type == "cpu":
+            with _Holding() as holding:
+                work()
+            return holding.peak
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        work()
+        torch.cuda.synchronize(self.device)
+        return torch.cuda.max_memory_allocated(self.device) - before
+
+    def free_bytes(self) -> int:
+        """What this process may still take for the passes of a step, without what its optimizer will."""
+        if self.device.type == "cpu":
+            free = _free_bytes_of_machine() // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        else:
+            free = torch.cuda.mem_get_info(self.device)[0]
+            free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if not self.optimizer.state and not self.sharded:  # Adam's two moments come with the first step
+            free -= 2 * sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
+        return max(free, 0)
 
     def memory_usage(self) -> float:
         """Share of the device's memory that is taken, in [0, 1]; of the machine's memory on a CPU.
@@ -221,7 +392,7 @@ class Engine(Agreement):
         set_step(self.optimizer.param_groups, self.config.optim, rate, moment)
 
     def save_model(self, folder: os.PathLike, tokenizer: Any) -> None:
-        """Collective: the weights as `from_pretrained` opens them, written by rank 0."""
+        """Collective, but rank 0 writes: the weights as `from_pretrained` opens them."""
         state = self.whole_state()
         if self.is_main:
             if hasattr(self.module, "save_pretrained"):
@@ -234,7 +405,6 @@ class Engine(Agreement):
                 torch.save(state, os.path.join(folder, "weights.pt"))
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
-        self.wait()
 
     def whole_state(self) -> dict[str, torch.Tensor]:
         """Collective: every weight by name, on rank 0 at least."""
@@ -264,7 +434,7 @@ class Engine(Agreement):
     def load_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Inverse of `save_state`, on any number of processes."""
         self._same_kind(folder, manifest)
-        held = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        held = _opened(folder / "training.pt")
         self.module.load_state_dict(held["model"])
         self.optimizer.load_state_dict(held["optimizer"])
         if self.accelerator.scaler is not None and "scaler" in held:
@@ -273,15 +443,35 @@ class Engine(Agreement):
     def _same_kind(self, folder: Path, manifest: dict[str, Any]) -> None:
         if manifest["engine"] != self.kind:
             raise BadSetting(
-                f"{folder} was saved by the engine {manifest['engine']} and this is {self.kind}; start with "
-                "the accelerate config of the first start"
+                f"{folder} was saved by the engine {manifest['engine']} and this is {self.kind}, which "
+                "cannot read its optimizer's state; start with the accelerate config of the first start, or "
+                "write --weights_only to start the optimizer afresh"
             )
+
+    def load_weights(self, folder: Path, manifest: dict[str, Any]) -> None:
+        """The model alone, from a checkpoint of any engine, on any number of processes."""
+        self._put(_saved_weights(folder, manifest["engine"]))
+
+    def _put(self, weights: dict[str, torch.Tensor]) -> None:
+        found = self.module.load_state_dict(weights, strict=False)
+        lacking = set(found.missing_keys) - self._tied()
+        if lacking or found.unexpected_keys:
+            names = ", ".join(sorted(lacking | set(found.unexpected_keys))[:3])
+            raise BadSetting(f"the checkpoint is of another model ({names}); write the --model of its run")
+
+    def _tied(self) -> set[str]:
+        """Names of weights that are another one's too."""
+        once = {name for name, _ in self.module.named_parameters()}
+        return {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - once
 
     def listen(self) -> None:
         """SIGTERM, SIGINT and SIGUSR1 ask to stop after the step; a second one leaves at once."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, self._asked)
+        if self.world_size > 1 and not Engine._watched:
+            Engine._watched = True
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _asked(self, number: int, frame: Any) -> None:
         self.stop_asked = True
@@ -316,6 +506,7 @@ class DeepSpeedEngine(Engine):
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         super().__init__(config)
         self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
+        self.repeats = self.stage < 2  # stages 2 and 3 reduce in every backward, 3 gathers in every forward
 
     def prepare(self, model, optimizer, wanted=frozenset()):
         settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -323,14 +514,29 @@ class DeepSpeedEngine(Engine):
         settings.pop("train_batch_size", None)
         settings["gradient_accumulation_steps"] = 1  # the loop owns the scale
         settings["gradient_clipping"] = self.config.optim.max_grad_norm
+        if self.repeats:  # nothing to overlap with: the reduction waits until every rank's gradient is whole
+            settings.setdefault("zero_optimization", {})["overlap_comm"] = False
         super().prepare(model, optimizer, wanted)
         self.sharded = self.stage > 0 and not self._full_gradient()
 
-    @contextlib.contextmanager
-    def pass_(self, last):
+    def _pass(self, last):
         # Without the flag ZeRO-1 and 2 silently keep the gradient of the last pass only.
-        self.model.set_gradient_accumulation_boundary(last)
-        yield
+        self.model.set_gradient_accumulation_boundary(last and not self.apart)
+        return contextlib.nullcontext()
+
+    def _reduce(self, starved):
+        if self.sum_integers([starved])[0]:
+            return False
+        self.model.set_gradient_accumulation_boundary(True)
+        self.model.allreduce_gradients()
+        return True
+
+    def _forget(self):
+        self.discard()
+        optimizer = self.model.optimizer
+        if hasattr(optimizer, "clear_backward_seen_flag"):  # an interrupted backward left it open
+            optimizer._backward_active_depth = 0
+            optimizer.clear_backward_seen_flag()
 
     def backward(self, loss):
         self.model.backward(loss)
@@ -374,7 +580,8 @@ class DeepSpeedEngine(Engine):
 
     @property
     def scales_loss(self):
-        return self.model.fp16_enabled()
+        searches = getattr(self.model.optimizer, "dynamic_loss_scale", True)
+        return self.model.fp16_enabled() and searches and self.loss_scale > LEAST_SCALE
 
     @property
     def name(self):
@@ -424,9 +631,23 @@ class DeepSpeedEngine(Engine):
             return self.module.state_dict()
         # Gathers on rank 0, and forgets which weights are tied.
         state = self.accelerator.get_state_dict(self.model) or {}
-        once = {name for name, _ in self.module.named_parameters()}
-        again = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - once
-        return {name: tensor for name, tensor in state.items() if name not in again}
+        return {name: tensor for name, tensor in state.items() if name not in self._tied()}
+
+    def _put(self, weights):
+        if self.stage < 3:
+            super()._put(weights)
+        else:
+            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+            for name, parameter in self.module.named_parameters():
+                with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                    if self.is_main:
+                        parameter.copy_(weights[name])
+            for name, buffer in self.module.named_buffers():
+                if name in weights:
+                    buffer.copy_(weights[name])
+        if hasattr(self.model.optimizer, "refresh_fp32_params"):  # its own copy, which the next step writes
+            self.model.optimizer.refresh_fp32_params()
 
     @property
     def loss_scale(self):
@@ -466,6 +687,27 @@ class DeepSpeedEngine(Engine):
         return [p.grad for p in groups if p.grad is not None]
 
 
+def _opened(file: Path) -> dict[str, Any]:
+    """Tensors and plain values; BadSetting where `file` would run code of its own."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise BadSetting(f"{file} holds more than tensors and is not opened ({reason})") from None
+
+
+def _saved_weights(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """Whole weights, on the CPU, of a checkpoint that the engine `kind` wrote."""
+    if kind == "plain":
+        return _opened(folder / "training.pt")["model"]
+    if kind == "zero0":
+        file = folder / "engine" / "mp_rank_00_model_states.pt"
+        return torch.load(file, map_location="cpu", weights_only=False)["module"]  # DeepSpeed's own objects
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="engine")
+
+
 def _convert(source: Path, target: Path) -> None:
     """DeepSpeed's checkpoint `source` -> universal `target`; BadSetting when its optimizer has no
     conversion.
@@ -483,7 +725,7 @@ def _convert(source: Path, target: Path) -> None:
         raise BadSetting(
             f"{source.parent} was saved by another number of processes, and DeepSpeed cannot convert its "
             f"optimizer's state ({reason}); start with as many processes as before (its manifest.json says), "
-            "or train with AdamW"
+            "train with AdamW, or write --weights_only to start the optimizer afresh"
         )
 
 
@@ -517,12 +759,92 @@ def weights_drawn_whole() -> Iterator[None]:
         set_hf_deepspeed_config(plugin.dschf)
 
 
+def _average(parameters: list[torch.nn.Parameter], world_size: int, starved: bool) -> bool:
+    """Mean of the gradients over ranks, as DDP's own. A parameter that no rank used keeps none.
+
+    False, after the first bucket, where some rank is `starved`, has no whole gradient.
+    """
+    used = [p.grad is not None for p in parameters]
+    first = parameters[0]
+    told = torch.tensor([starved, *used], dtype=first.dtype, device=first.device)
+    for number, bucket in enumerate(_buckets(parameters)):
+        for parameter in bucket:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        tensors = [told] * (not number) + [parameter.grad for parameter in bucket]
+        flat = torch._utils._flatten_dense_tensors(tensors)
+        flat /= world_size
+        dist.all_reduce(flat)
+        torch._foreach_copy_(tensors, list(torch._utils._unflatten_dense_tensors(flat, tensors)))
+        if not number and told[0] > 0:
+            return False
+    if not all(used):
+        for parameter, share in zip(parameters, told[1:].tolist(), strict=True):
+            if not share:
+                parameter.grad = None
+    return True
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Neighbours of one type, about BUCKET_BYTES together."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        full = sum(t.nbytes for t in bucket) >= BUCKET_BYTES
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    yield bucket
+
+
 def _squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(gradients)
     return torch.stack([n.to(device) for n in norms]).double().square().sum()
+
+
+class _Holding(TorchDispatchMode):
+    """Bytes of the tensors that are alive of those made inside; a process's own size hides what it reuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = weakref.WeakKeyDictionary()  # storages
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for tensor in tree_leaves((args, kwargs)):
+            if torch.is_tensor(tensor):  # from before, or counted when it was made
+                self._known[tensor.untyped_storage()] = True
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if torch.is_tensor(tensor) and tensor.untyped_storage() not in self._known:
+                self._count(tensor.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self._known[storage] = True
+        self._change(storage.nbytes())
+        weakref.finalize(storage, self._change, -storage.nbytes())
+
+    def _change(self, n: int) -> None:
+        self.now += n
+        self.peak = max(self.peak, self.now)
+
+
+def _free_bytes_of_machine() -> int:
+    """Of the machine, or of the container, whichever is less."""
+    import psutil
+
+    free = psutil.virtual_memory().available
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
+    return free
 
 
 def gpu() -> bool:

@@ -50,7 +50,7 @@ def _totals(
                         sorted(values, key="loss".__ne__),
                         torch.zeros(len(values) + 2, dtype=torch.float64, device=engine.device),
                     )
-                if engine.sum_integers([engine.stop_asked])[0]:
+                if engine.stop_asked_anywhere():
                     return None
                 if len(mine):
                     items = task.items(batch).to(engine.device)
@@ -110,6 +110,6 @@ def tell_evaluation(
             parts |= {f"{name}/{source}": value for name, value in _means(*found).items()}
     if totals:
         means = _means(names, [sum(column) for column in zip(*totals, strict=True)])
-        state.signals["eval_loss"] = means["eval_loss"]
+        state.learn_evaluation(means["eval_loss"])
         report.eval({"kind": "eval", **counters(state, lengths), **means, **parts})
     return True

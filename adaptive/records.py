@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 from adaptive.config import BadSetting, Config, save
-from adaptive.plan import Lengths, StepPlan
+from adaptive.plan import Lengths, StepPlan, share
 from adaptive.state import RunState
 
 
@@ -49,6 +50,7 @@ def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:
         "tokens": state.tokens,
         "input_tokens": state.input_tokens,
         "padding_tokens": state.padding_tokens,
+        **({"bad_samples": state.bad_samples} if state.bad_samples else {}),
         "epoch": passed / rows,
         "train_coverage": used / rows if used or not passed else 1.0,
     }
@@ -72,6 +74,7 @@ def train_record(
         "weight": _mean_weight(plan, weights),
         "loss": measured.loss if measured and measured.items else None,
         "grad_norm": measured.grad_norm if measured else None,
+        **({"worst_samples": _placed(plan, measured)} if measured and measured.suspects else {}),
         **others,
         **_by_source(state, lengths, plan, measured, weights),
     }
@@ -103,6 +106,16 @@ def _by_source(
     if plan.picks is not None:
         fields["arrived"] = [[i.source, i.start, i.stop] for i in plan.intervals]
     return fields
+
+
+def _placed(plan: StepPlan, measured: Any) -> list[list]:
+    """[[source, position, loss]] of a step that was not finite; the loss as text where it is no number."""
+    placed = []
+    for rank, number, loss in measured.suspects:
+        shares = share(plan, rank, measured.world_size)
+        source, position = [(name, int(p)) for name, positions in shares for p in positions][number]
+        placed.append([source, position, loss if math.isfinite(loss) else str(loss)])
+    return placed
 
 
 class Audit:

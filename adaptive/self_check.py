@@ -32,21 +32,25 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05}  # 
 
 
 def check_step(
-    config: Config, engine: Any, task: Any, data: Data, plan: StepPlan, step: int, gradient: Callable,
-    weights: dict[str, float], own: Share, report: Any,
+    config: Config, micro_batch: Any, task: Any, data: Data, plan: StepPlan, gradient: Callable,
+    weights: dict[str, float], own: Share,
 ) -> dict[str, float | None]:  # fmt: skip
     """{"self_check": relative difference} at every --self_check steps, else {}; collective.
 
-    `gradient` is train.gradient; `own`: this process's rows of the step. Warns above the tolerance.
+    `micro_batch`: memory.MicroBatch. `gradient` is train.gradient; `own`: this process's rows of the step.
+    Warns above the tolerance.
     """
-    every = config.run.self_check
+    engine, report, step = micro_batch.engine, micro_batch.report, micro_batch.state.step + 1
+    every, batch = config.run.self_check, micro_batch.settings()
     if not every or step % every or not plan.size:
         return {}
     with _untouched(engine, step):
         model = _bare_model(config, engine, task)
-        alone, whole = Alone(engine, model), data.share(plan, weights, whole=True)
-        engine.from_rank0(lambda: gradient(alone, task, whole, data.idle_row, config.batch) and None)
-        gradient(engine, task, own, data.idle_row, config.batch)
+        alone, every_row = Alone(engine, model), data.share(plan, weights, whole=True)
+        every_row = every_row.without_bad(every_row.bad_by_group(), batch.normalize_by == "samples")
+        engine.from_rank0(lambda: gradient(alone, task, every_row, data.idle_row, batch) and None)
+        if gradient(engine, task, own, data.idle_row, batch) is None:
+            return {}  # out of memory, which the step itself will deal with
         squares = [(0.0, 0.0)]
         for at, reduced in enumerate(engine.full_gradient()):
             if engine.is_main:
@@ -75,8 +79,17 @@ class Alone:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.sums: list[torch.Tensor | None] = [None] * len(self.parameters)
 
-    def pass_(self, last: bool):
+    def open_step(self, batches: list, totals: list[int] | None) -> Callable[[], list[int] | None]:
+        return lambda: totals
+
+    def passes(self):
         return contextlib.nullcontext()
+
+    def pass_(self, last: bool, idle: bool):
+        return contextlib.nullcontext()
+
+    def reduce_gradient(self) -> bool:
+        return True
 
     def backward(self, loss: torch.Tensor) -> None:
         """Into `sums`: p.grad, and the hooks of DDP and ZeRO on it, are not touched."""
@@ -92,9 +105,6 @@ class Alone:
 
     def sum(self, values: list[float]) -> list[float]:
         return list(map(float, values))
-
-    def start_sum(self, values: list[int]) -> Callable[[], list[int]]:
-        return lambda: values
 
 
 def _compared(own: torch.Tensor | None, reduced: torch.Tensor | None) -> tuple[float, float]:

@@ -9,7 +9,7 @@ To add one: a line in KNOWN and a line in `after_step`; a task adds its own thro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ MEASURED = noise_scale.SIGNALS | {
     "step_seconds",
     "samples_per_second",
 }
+WORST = 4  # samples that each process names when a step is not finite
 LOSS_EMA_KEEP = 0.5 ** (1 / 10)
 
 
@@ -77,6 +78,8 @@ class Measured:
     difficulty: float | None
     passes: tuple[float, ...] | None  # means of |g_k|^2 and 1/b_k, samples, their weight (noise_scale.py)
     memory_usage: float | None
+    world_size: int = 1
+    suspects: list[tuple[int, int, float]] = field(default_factory=list)  # of a step that is not finite
 
     @classmethod
     def reduce(
@@ -106,8 +109,8 @@ class Measured:
         square, n_items, inputs, padded, seconds, stops, *rest = engine.sum(sent)
         (pass_square, inverse, n, samples, total), rest = rest[:5], rest[5:]
         k, d = len(own.counts), len(difficulty)
-        weights, losses, (hard, memory) = rest[:k], rest[k : 2 * k], (rest[2 * k :][:d], rest[2 * k + d :])
-        loss, weight = sum(losses), sum(weights)
+        weights, totals, (hard, memory) = rest[:k], rest[k : 2 * k], (rest[2 * k :][:d], rest[2 * k + d :])
+        loss, weight = sum(totals), sum(weights)
         finite = math.isfinite(loss) and math.isfinite(square)  # one rank's NaN or inf is in the sum of all
         return cls(
             loss=_mean(loss, weight),
@@ -118,10 +121,12 @@ class Measured:
             finite=finite,
             seconds=seconds,
             stop=stops > 0,
-            source_loss={name: _mean(*pair) for name, *pair in zip(own.counts, losses, weights, strict=True)},
+            source_loss={name: _mean(*pair) for name, *pair in zip(own.counts, totals, weights, strict=True)},
             difficulty=_mean(*hard) if hard else None,
             passes=(pass_square / n, inverse / n, samples, total) if n else None,
             memory_usage=max(memory, default=None),
+            world_size=engine.world_size,
+            suspects=[] if finite else suspects(engine, own, losses),
         )
 
 
@@ -150,6 +155,25 @@ def _difficulty(own: Any, losses: list, items: list) -> list:
     counts = torch.cat(items)[:n].to(sums.device)
     hard = -torch.expm1(-sums[:n] / counts.clamp(min=1))
     return [torch.where(counts > 0, hard, 0.0).sum(), sum(int((count > 0).sum()) for count in items)]
+
+
+def suspects(engine: Any, own: Any, passed: list[torch.Tensor]) -> list[tuple[int, int, float]]:
+    """Collective: (rank, number within its share, loss) of the samples that spoilt a step: those without a
+    finite loss, or, where only the gradient has none, those with the largest.
+    """
+    values = torch.cat(passed)[: len(own.rows)].double().tolist()
+    places = own.places or range(len(values))
+    worst = sorted(range(len(values)), key=lambda j: (math.isfinite(values[j]), -values[j]))[:WORST]
+    width = 1 + 2 * WORST  # how many, then two numbers for each
+    slots = [0.0] * (width * engine.world_size)
+    told = [float(len(worst)), *(number for j in worst for number in (float(places[j]), values[j]))]
+    slots[width * engine.rank : width * engine.rank + len(told)] = told
+    slots, found = engine.sum(slots), []
+    for rank in range(engine.world_size):
+        count, *pairs = slots[width * rank : width * (rank + 1)]
+        found += [(rank, int(pairs[2 * k]), pairs[2 * k + 1]) for k in range(int(count))]
+    spoilt = [entry for entry in found if not math.isfinite(entry[2])]
+    return spoilt or sorted(found, key=lambda entry: -entry[2])[:WORST]
 
 
 def wanted(named: set[str], tracked: tuple[str, ...], config: Config) -> frozenset[str]:

@@ -43,7 +43,13 @@ class RunState:
     signals: dict[str, Any] = field(default_factory=dict)  # last value of each signal
     beta2_product: float = 1.0  # of Adam's beta2 in all updates, for its bias correction
     noise: dict[str, float] | None = None  # running sums of the noise scale's two parts
+    bad_samples: int = 0  # consumed but not read, with --on_bad_sample skip
     invalid: int = 0  # measurements that gave no estimate
+    micro_batch_size: int | None = None  # most rows of a pass that memory allowed, None: the setting's
+    regrow_at: float | None = None  # when it is doubled, in the unit of --micro_batch_regrow
+    evaluated_at: int = 0  # step of the last evaluation
+    best_eval_loss: float | None = None
+    best_at: int = 0  # step that had it
     schedule: Any = None  # what the schedule's own state_dict() returned
 
     @classmethod
@@ -102,6 +108,12 @@ class RunState:
             self.skipped[skipped] = self.skipped.get(skipped, 0) + 1
         if skipped != "empty":
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped == "nonfinite" else 0
+
+    def learn_evaluation(self, eval_loss: float | None) -> None:
+        """Remember what the evaluation of this step said."""
+        self.signals["eval_loss"], self.evaluated_at = eval_loss, self.step
+        if eval_loss is not None and (self.best_eval_loss is None or eval_loss < self.best_eval_loss):
+            self.best_eval_loss, self.best_at = eval_loss, self.step
 
     def refuse_divergence(self, max_skipped: int) -> None:
         """RuntimeError after more than `max_skipped` non-finite steps in a row."""

@@ -217,6 +217,7 @@ def as_rank(engine: Engine, rank: int, world_size: int, all_tokens: int) -> Engi
     one = copy.copy(engine)
     one.rank, one.world_size = rank, world_size
     one.start_sum, one.sum = (lambda values: lambda: [all_tokens]), (lambda values: values)
+    one.repeats, one.moving = False, []  # as where nothing is agreed on between the passes and the step
     return one
 
 

@@ -18,6 +18,7 @@ UPSTREAM = {
     "plan.py": set(),
     "participation.py": {"plan", "config"},
     "state.py": {"config", "plan"},
+    "memory.py": {"config", "plan", "state"},
     "schedules": {"config", "plan", "state", "schedules"},
     "scaling.py": {"config", "plan", "state", "schedules"},
 }

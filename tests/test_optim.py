@@ -140,7 +140,7 @@ def test_names_and_settings_that_do_not_fit_are_one_line():
 def test_a_run_uses_the_factors_and_reports_anomalies(tmp_path, capsys):
     """SGD with momentum 0 moves each layer by its factor times the gradient; norms above the limit are told.
 
-    Mutation: set_learning_rate without lr_factor (all layers move alike).
+    Mutation: set_step without lr_factor (all layers move alike).
     """
     flags = ["--task", "classification", "--report_to", "none", "--max_steps", "3", "--batch_size", "4",
              "--optim", "sgd", "--learning_rate", "1e-3", "--eval_every", "never", "--layer_lr_decay", "0.01",

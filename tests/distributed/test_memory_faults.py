@@ -1,0 +1,101 @@
+"""One rank runs out of memory: the same step again on all, or a clear stop on all; hungry.py is what runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from launching import audits, launch, records, run_python
+from test_same_answer import COMMON, HERE, SGD, distance, used_rows
+
+pytestmark = pytest.mark.slow
+SETTINGS = [
+    *COMMON[2:], *SGD, "--task", f"{HERE / 'hungry.py'}:Hungry", "--micro_batch_size", "64",
+    "--max_steps", "16", "--eval_every", "never",
+]  # fmt: skip
+FAULTS = {  # layout, processes -> --run_name of each run: where, rank, from which pass on, rows that fit
+    ("cpu", 1): ("forward-0-1-3", "backward-0-5-2"),
+    ("cpu_ddp", 2): ("forward-1-1-3", "backward-1-5-2", "backward-0-1-1"),
+    ("cpu_zero0", 2): ("backward-1-3-2",),
+    ("cpu_zero1", 2): ("forward-1-1-3", "backward-1-5-2"),
+}
+
+
+def arguments(folder: Path, *names: str) -> str:
+    runs = [[*SETTINGS, "--run_name", name, "--output_dir", str(folder / name)] for name in names]
+    return json.dumps(runs)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    runs = arguments(folder, "never-0-0-0", *FAULTS["cpu", 1])
+    done = run_python(HERE / "several_runs.py", runs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize(("layout", "processes"), FAULTS)
+def test_the_step_is_run_again(undisturbed, tmp_path, layout, processes):
+    """R14, R64 to R66, R70. SGD in fp32: weights to 1e-6 of the undisturbed run, with its samples, sizes and
+    losses; passes as small as the rank that ran out needs, on every rank.
+
+    Mutations: the reduction left in the last backward (`apart` False: the other rank hangs); the gradient
+    not forgotten (1e-1); no agreement before the reduction (hangs); micro-batch halved on one rank only.
+    """
+    folder, names = tmp_path, FAULTS[layout, processes]
+    if processes > 1:
+        launch(
+            layout,
+            processes,
+            HERE / "several_runs.py",
+            arguments(folder, *names),
+            ADAPTIVE_TIMEOUT_MINUTES="0.5",
+        )
+    else:
+        folder = undisturbed
+    for name in names:
+        mine, whole = folder / name, undisturbed / "never-0-0-0"
+        assert list(audits(mine)) == list(range(processes)), "another number of processes ran"
+        ours, theirs = records(mine), records(whole)
+        same = (
+            "step",
+            "updates",
+            "samples",
+            "tokens",
+            "positions",
+            "batch_size",
+            "weight",
+            "skipped",
+            "carry",
+        )
+        assert [[r[k] for k in same] for r in ours] == [[r[k] for k in same] for r in theirs]
+        assert [r["loss"] for r in ours] == pytest.approx([r["loss"] for r in theirs], rel=1e-6)
+        assert used_rows(mine) == used_rows(whole)
+        assert distance(mine, whole) < 1e-6
+        fitting = int(name.split("-")[3])
+        assert ours[-1]["micro_batch_size"] <= fitting < theirs[-1]["micro_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"), [("cpu_zero2", "backward-1-9-0"), ("cpu_zero3", "forward-1-9-0")]
+)
+def test_what_cannot_be_run_again_stops_everywhere(tmp_path, layout, fault):
+    """Stages 2 and 3 reduce or gather inside passes: the rank that ran out and the one that waits both end,
+    well within the process group's timeout of 2 minutes, with the same line, and a status that is not 0.
+
+    Mutation: `_watch` not started, or no word left (the other rank says "Connection closed", or hangs).
+    """
+    began = time.monotonic()
+    done = launch(
+        layout, 2, HERE / "several_runs.py", arguments(tmp_path, fault), check=False, timeout=110,
+        ADAPTIVE_TIMEOUT_MINUTES="2",
+    )  # fmt: skip
+    assert done.returncode != 0 and time.monotonic() - began < 100
+    line = "rank 1 ran out of memory, and a step of DeepSpeed ZeRO"
+    told = [said for said in (done.stdout + done.stderr).splitlines() if line in said]
+    assert any("[rank1]" in said or "[rank 1]" in said for said in told), done.stderr[-3000:]
+    assert any("[rank0]" in said or "[rank 0]" in said for said in told), done.stderr[-3000:]
+    assert all("--micro_batch_size" in said and "--resume_from_checkpoint auto" in said for said in told)

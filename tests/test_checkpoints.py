@@ -1,0 +1,218 @@
+"""Which checkpoints stay, what a full disk does, and what may be opened."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pickle
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from launching import ROOT, records
+
+import train
+from adaptive.checkpoint import eval_loss, problem
+from adaptive.config import BadSetting, parse
+from adaptive.tasks import Loaded, Task
+
+RUN = [
+    "--report_to", "none", "--batch_size", "4", "--schedule", "constant()", "--optim", "sgd", "--optim_args",
+    "momentum=0.9", "--learning_rate", "0.01", "--max_steps", "8", "--save_every", "2 steps",
+    "--eval_every", "1 steps",
+]  # fmt: skip
+LIMIT = 100_000  # bytes of one file; a checkpoint of Wide has 5 times as many
+
+
+class Wide(Task):
+    """130 KB of weights; the evaluation says what `losses` says, step by step."""
+
+    losses, limited_from = (), 10**9
+
+    def load(self, config):
+        rows = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        self.seen = 0
+        return Loaded(train=[{"x": row.numpy()} for row in rows], eval=[{"x": rows[0].numpy()}])
+
+    def model(self, config):
+        return torch.nn.Linear(64, 512)
+
+    def loss_sum(self, model, batch):
+        self.seen += 1
+        if self.seen == self.limited_from:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+        return model(batch["x"]).square().sum(dim=1)
+
+    def measure(self, model, batch):
+        evaluated, Wide.asked = Wide.asked, Wide.asked + 1
+        return {"loss": torch.full((len(batch["x"]),), float(self.losses[evaluated % len(self.losses)]))}
+
+
+def run(folder, *more, losses=(1.0,), limited_from=10**9):
+    class Told(Wide):
+        pass
+
+    Told.losses, Told.limited_from, Wide.asked = losses, limited_from, 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "load_task", lambda name: Told())
+        return train.main(parse([*RUN, "--output_dir", str(folder), *more]))
+
+
+@pytest.fixture(autouse=True)
+def no_limit():
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_best_stay_beside_the_newest(tmp_path):
+    """Evaluations 5 3 4 1 2 6 7 8 at steps 1 to 8, saved every second step: the best stays, and a new best is
+    saved at once.
+
+    Mutations: best by highest loss; the loss of an older evaluation taken for this step's.
+    """
+    folder = tmp_path / "run"
+    state = run(folder, "--keep_best", "1", "--keep_last", "1", losses=(5, 3, 4, 1, 2, 6, 7, 8))
+    assert steps(folder) == [4, 8]
+    assert eval_loss(folder / "checkpoints" / "step_4") == 1.0
+    assert (state.best_eval_loss, state.best_at) == (1.0, 4)
+
+    odd = tmp_path / "odd"
+    run(odd, "--keep_best", "2", "--keep_last", "1", losses=(5, 3, 4, 2, 1, 6, 7, 8))
+    assert steps(odd) == [4, 5, 8], "step 5 is no multiple of --save_every, but a new best"
+    assert steps_without_best(tmp_path) == [6, 8]
+
+
+def steps_without_best(folder: Path) -> list[int]:
+    run(folder / "plain", losses=(5, 3, 4, 1, 2, 6, 7, 8))
+    return steps(folder / "plain")
+
+
+def test_a_checkpoint_between_evaluations_has_no_loss(tmp_path):
+    """Mutation: manifest with the last known eval_loss, which belongs to other weights."""
+    run(tmp_path / "run", "--eval_every", "3 steps", "--max_steps", "4", "--keep_best", "1")
+    assert eval_loss(tmp_path / "run" / "checkpoints" / "step_2") is None
+
+
+def test_no_checkpoint_at_all_is_no_success(tmp_path, capfd):
+    """R81. A quota from the start: warnings, training to its end with all records, then one line, status 2.
+
+    Mutations: the last failure swallowed (status 0); training stopped by the first.
+    """
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+    with pytest.raises(BadSetting, match="the last checkpoint could not be written .*rank 0"):
+        run(tmp_path / "run")
+    assert [r["step"] for r in records(tmp_path / "run")] == list(range(1, 9))
+    assert capfd.readouterr().err.count("was not saved") == 5, "four, and the last again"
+    assert steps(tmp_path / "run") == []
+
+
+def test_older_checkpoints_survive_a_full_disk(tmp_path):
+    """R81. A quota in the middle: what was saved before stays whole, nothing half-written, and resumes.
+
+    Mutation: pruning before the new one is complete.
+    """
+    folder = tmp_path / "run"
+    with pytest.raises(BadSetting, match="could not be written"):
+        run(folder, limited_from=6)
+    assert steps(folder) == [2, 4] and problem(folder / "checkpoints" / "step_4") is None
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert run(folder, "--resume_from_checkpoint", "auto").step == 8
+    assert [r["step"] for r in records(folder)] == list(range(1, 9))
+
+
+def test_a_real_full_disk(tmp_path):
+    """R81. A file system of 700 kB: two checkpoints fit, the third does not. Mutation: as above."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no permission to mount a file system")
+    try:
+        with pytest.raises(BadSetting, match="could not be written"):
+            run(disk / "run")
+        assert steps(disk / "run") == [2, 4]
+        assert problem(disk / "run" / "checkpoints" / "step_4") is None
+        assert records(disk / "run")[-1]["step"] == 8
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_another_optimizer_is_refused_or_asked_for(tmp_path, capfd):
+    """Never a silent fresh optimizer: refused in a line that names the flag; with it the weights are the
+    checkpoint's, the counters go on, and the line says that the optimizer starts afresh.
+
+    Mutation: torch's load_state_dict, which takes SGD's state for AdamW's without a word.
+    """
+    folder = tmp_path / "run"
+    run(folder, "--max_steps", "4")
+    weights = torch.load(folder / "model" / "weights.pt")["weight"]
+    resume = ["--resume_from_checkpoint", "auto", "--optim", "adamw_torch", "--optim_args", ""]
+    with pytest.raises(BadSetting, match="the state of --optim sgd .* --weights_only"):
+        run(folder, *resume)
+    state = run(folder, *resume, "--weights_only", "--max_steps", "4")
+    assert state.step == 4 and state.updates == 4
+    assert torch.equal(torch.load(folder / "model" / "weights.pt")["weight"], weights)
+    assert "optimizer starts afresh" in capfd.readouterr().out
+    assert run(folder, *resume, "--weights_only", "--max_steps", "6").updates == 6
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """R56. A pickle in place of training.pt, of the right size: refused in one line, and not run.
+
+    Mutation: weights_only=False.
+    """
+    folder = tmp_path / "run"
+    run(folder, "--max_steps", "2")
+    trap, sprung = folder / "checkpoints" / "step_2", tmp_path / "sprung"
+
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (sprung,)
+
+    (trap / "training.pt").write_bytes(pickle.dumps(Trap()))
+    manifest = json.loads((trap / "manifest.json").read_text())
+    manifest["files"]["training.pt"] = (trap / "training.pt").stat().st_size
+    (trap / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(BadSetting, match="training.pt holds more than tensors"):
+        run(folder, "--resume_from_checkpoint", "auto")
+    assert not sprung.exists()
+
+
+def test_another_engine_is_refused_or_asked_for(tmp_path):
+    """ZeRO's checkpoint on DDP: a line that names the flag. Mutation: opened without optimizer state."""
+    folder = tmp_path / "run"
+    run(folder, "--max_steps", "2")
+    path = folder / "checkpoints" / "step_2" / "manifest.json"
+    path.write_text(path.read_text().replace('"engine": "plain"', '"engine": "zero2"'))
+    with pytest.raises(BadSetting, match="saved by the engine zero2 and this is plain.*--weights_only"):
+        run(folder, "--resume_from_checkpoint", "auto")
+
+
+DEEPSPEEDS_OWN = {("adaptive/engine.py", "_saved_weights")}  # its files hold its own objects
+
+
+def test_nothing_foreign_is_executed():
+    """torch.load only with weights_only=True (DeepSpeed's own file apart), no pickle, eval, exec, shell,
+    unsafe YAML, and remote code off unless asked. Mutation: any of them anywhere in the package.
+    """
+    for path in [ROOT / "train.py", *(ROOT / "adaptive").rglob("*.py")]:
+        tree, name = ast.parse(path.read_text()), str(path.relative_to(ROOT))
+        for function in [tree, *(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))]:
+            for node in ast.walk(function):
+                if not isinstance(node, ast.Call):
+                    continue
+                called, given = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+                own = (name, getattr(function, "name", "")) in DEEPSPEEDS_OWN or function is tree
+                assert called != "torch.load" or given.get("weights_only") == "True" or own, name
+                assert called not in ("eval", "exec", "os.system", "yaml.load", "yaml.unsafe_load"), name
+                assert not called.startswith(("pickle.", "marshal.", "dill.")), name
+                assert given.get("shell", "False") == "False", name
+    assert parse(["--report_to", "none"]).model.trust_remote_code is False
