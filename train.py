@@ -150,7 +150,7 @@ def gradient(
     for at, passed, count, scale in zip(starts, batches, items, scales, strict=True):
         with engine.pass_(last=at == starts[-1]):
             sums = task.loss_sum(engine.model, engine.to_device(passed))  # (rows,) over a row's items
-            engine.backward((sums * scale.to(sums)).sum())
+            engine.backward((sums * scale.to(sums, non_blocking=True)).sum())
         engine.norms.close_pass(count, scale, engine)
         losses.append(sums.detach())
 

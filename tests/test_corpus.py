@@ -279,7 +279,8 @@ def test_no_rows_in_eval(tmp_path):
 
 
 def test_unusable_paths(tmp_path):
-    assert "has no csv, json, jsonl, parquet or txt file; write stdlib, a hub name" in refusal(tmp_path)
+    told = "has no csv, json, jsonl, parquet or txt file; write stdlib, stdlib_topics, a hub name"
+    assert told in refusal(tmp_path)
     (tmp_path / "a.tsv").write_text("text\nx\n")
     assert "a.tsv has no csv" in refusal(tmp_path / "a.tsv")
     assert "has no csv" in refusal(tmp_path / "*.parquet")
@@ -332,7 +333,7 @@ def test_hub_name_with_hub_offline():
     command = [sys.executable, "-c", code]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
     assert run.returncode == 1, run.stderr
-    assert re.match("dataset no-such is no local path .*write stdlib, a hub", run.stderr)
+    assert re.match("dataset no-such is no local path .*write stdlib, stdlib_topics, a hub", run.stderr)
 
 
 # --- stdlib
