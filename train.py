@@ -161,7 +161,7 @@ def gradient(
             with engine.pass_(last=at == starts[-1], idle=at >= len(rows)):
                 sums = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)
                 scales = scales or own.loss_scales(items, totals(), engine.world_size)
-                engine.backward((sums * scales[at // micro].to(sums)).sum())
+                engine.backward((sums * scales[at // micro].to(sums, non_blocking=True)).sum())
             engine.norms.close_pass(count, scales[at // micro], engine)
             losses.append(sums.detach())
     if not engine.reduce_gradient():

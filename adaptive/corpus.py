@@ -67,7 +67,7 @@ def load_corpus(
     name, share = data.dataset_name, data.eval_share
     train, others = _train_split(_splits(name, data.dataset_config_name, share), name)
     train, label_names = _columns(train, name, data, **needs)
-    if data.eval_dataset:
+    if data.eval_dataset:  # of one source here (data.load)
         held_name = data.eval_dataset
         config_name = data.dataset_config_name if held_name == name else None
         held, _ = _train_split(_splits(held_name, config_name, share), held_name)

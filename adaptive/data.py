@@ -17,6 +17,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def load(task: Any, config: Config) -> Sources:
         train={name: one.train for name, one in loaded.items()},
         eval={name: one.eval for name, one in loaded.items()},
         tokenizer=next(iter(loaded.values())).tokenizer,
-        fingerprint=prints.get("train", "") if len(prints) == 1 else " ".join(map(":".join, prints.items())),
+        fingerprint=prints["train"] if list(prints) == ["train"] else " ".join(map(":".join, prints.items())),
     )
 
 
@@ -307,10 +308,10 @@ class Data:
                     f"the sources {first} and {other} have the columns {', '.join(columns[first])} and "
                     f"{', '.join(columns[other])}; samples of one step need the same"
                 )
-        if self.column and self.column not in columns[first]:
+        if self.column and not isinstance(_first(self.sources[first].dataset).get(self.column), Real):
             raise BadSetting(
-                f"--difficulty_column {self.column} is not in the samples, which have "
-                f"{', '.join(columns[first])}; write one of these, a column of numbers"
+                f"--difficulty_column {self.column} is no number of the samples, which have "
+                f"{', '.join(columns[first])}; write one of these that is"
             )
 
 

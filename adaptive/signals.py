@@ -180,10 +180,11 @@ def wanted(named: set[str], tracked: tuple[str, ...], config: Config) -> frozens
     """Signals in use: those a schedule names and those of --track. BadSetting for an unknown one, and for one
     that this run cannot have.
     """
-    if "new_data_ratio" in named and not config.data.new_sources:
+    several = len(config.data.dataset_name) > 1
+    if several and "new_data_ratio" in named and not config.data.new_sources:
         raise BadSetting("the schedule follows new_data_ratio and no source is new; write --new_sources NAME")
-    several = len(config.data.dataset_name) > 1 or config.batch.participation == "reservoir"
-    unequal = sorted(noise_scale.SIGNALS & {*named, *tracked}) if several else []
+    unlike = several or config.batch.participation == "reservoir"
+    unequal = sorted(noise_scale.SIGNALS & {*named, *tracked}) if unlike else []
     if set(unequal) & named:
         raise BadSetting(
             f"the schedule follows {unequal[0]}, which is measured with one source and without a reservoir: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -29,12 +30,14 @@ from test_gradient import (
 import train
 from adaptive import scaling, signals
 from adaptive.config import BadSetting, Batch, parse
+from adaptive.corpus import load_corpus
 from adaptive.data import Data, Share, load
 from adaptive.order import Order
 from adaptive.plan import Lengths, exact, plan_step, share
 from adaptive.schedules import SCHEDULES, Schedule, decide, first_size, parse_schedule
 from adaptive.state import RunState
-from adaptive.tasks import Loaded
+from adaptive.tasks import Loaded, build_tokenizer
+from adaptive.tasks.causal_lm import pack
 
 ROWS = {"a": 13, "b": 29, "none": 7}
 
@@ -85,7 +88,7 @@ def test_sizes_of_sources_over_ten_thousand_steps():
     """Counts within 1 of the sums, every epoch of every source exactly once, W = 1 and 3 alike.
 
     Mutations: `Fraction(size)` for `exact` in the sizes (0.3 in binary: an n late by one); share() with
-    `before` not moved on by a source (positions of the second source twice or never).
+    `before` not moved on by a source (one process gets the first sample of each).
     """
     rows, sizes = {"x": 37, "y": 101, "z": 53}, {"x": 0.3, "y": 1.3, "z": 2.75}
     lengths = Lengths(rows, Fraction(1000))
@@ -102,6 +105,8 @@ def test_sizes_of_sources_over_ten_thousand_steps():
             w: sorted((source, int(p)) for source, positions in parts[w] for p in positions) for w in parts
         }
         assert together[1] == together[3]
+        held = [sum(len(positions) for _, positions in share(plan, rank, 3)) for rank in range(3)]
+        assert max(held) - min(held) <= 1, "balanced over the sum of the sources"
         for source, position in together[3]:
             used[source].append(position)
     assert not plan.cut
@@ -114,7 +119,7 @@ def test_sizes_of_sources_over_ten_thousand_steps():
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_rows_are_the_same_on_one_process_and_on_three(workers):
-    """Mutation: `scattered` False with several sources: an assertion on a rank's positions, or other rows."""
+    """Mutation: `rows + own.rows` in Data.share: the rows of one source with the indices of another."""
     config = parse(["--dataloader_num_workers", str(workers), *QUIET])
     datasets = {name: rows_of(name) for name in ("a", "b")}
     ranks = {w: [Data(datasets, config, rank, w) for rank in range(w)] for w in (1, 3)}
@@ -183,16 +188,19 @@ def test_gradient_weighs_sources_exactly_for_every_cut(by_tokens, lambdas):
         for world_size, micro in itertools.product((1, 2, 3, 5), (1, 3, 64)):
             batch.micro_batch_size = micro
             weights = scaling.source_weights(batch, plan, world_size)
-            added = [torch.zeros_like(g) for g in expected]
+            added, sent = [torch.zeros_like(g) for g in expected], []
             for rank in range(world_size):
                 one = as_rank(engine, rank, world_size, 0)
-                one.start_sum = lambda values, totals=totals: lambda: totals
+                one.start_sum = lambda values, sent=sent, totals=totals: (
+                    sent.append(values) or (lambda: totals)
+                )
                 data = Data(datasets, engine.config, rank, world_size)
                 for name, source in data.sources.items():  # in file order, as `rows` has them
                     source.order = SimpleNamespace(indices=lambda positions, n=ROWS[name]: positions % n)
                 train.gradient(one, task, data.share(plan, weights), data.idle_row, batch)
                 torch._foreach_add_(added, gradients(engine), alpha=1 / world_size)
                 engine.discard()
+            assert not by_tokens or [sum(part) for part in zip(*sent, strict=True)] == totals
             if any(every):
                 assert distance(added, expected) < 1e-12, (sizes, world_size, micro)
             tried += 1
@@ -256,7 +264,7 @@ def naive(folder, rate: float = 0.1) -> list[torch.Tensor]:
 
 TWO = [
     "--dataset_name", "a", "--dataset_name", "b", "--normalize_by", "samples", "--num_train_epochs", "3",
-    "--schedule", f"{__file__}:by_source", "--source_sizes", "1.5", "0.7", "--source_weights", "2", "1",
+    "--schedule", f"{__file__}:by_source", "--source_sizes", "3.5", "2.7", "--source_weights", "2", "1",
     "--micro_batch_size", "2", "--track", "difficulty", "task_ratios", "source_loss", "new_data_ratio",
     "--new_sources", "b", "--eval_every", "10 steps",
 ]  # fmt: skip
@@ -271,7 +279,7 @@ def test_a_run_with_two_sources_and_a_stop(tmp_path):
     state = run(tmp_path / "run", *TWO)
     told, lines = records(tmp_path / "run"), audits(tmp_path / "run")[0]
     assert distance(weights_of(tmp_path / "run"), naive(tmp_path / "run")) < 1e-12
-    assert state.samples == 3 * (13 + 29) and [r["target_batch_size/a"] for r in told[:2]] == [1.5, 2.3]
+    assert state.samples == 3 * (13 + 29) and [r["target_batch_size/a"] for r in told[:2]] == [3.5, 2.3]
     assert state.samples == state.cursor["a"] + state.cursor["b"] == sum(r["batch_size"] for r in told)
     assert any(r["batch_size/b"] == 0 and r["batch_size/a"] and r["loss/b"] is None for r in told)
     model, first = Net(), told[0]
@@ -280,6 +288,9 @@ def test_a_run_with_two_sources_and_a_stop(tmp_path):
               zip(losses_of(model, own), own, strict=True)]  # fmt: skip
     supervised = [loss for loss, there in by_row if there]
     assert first["loss"] == pytest.approx(sum(supervised) / len(supervised), rel=1e-12)
+    for name in ("a", "b"):
+        each = [x for (x, there), s in zip(by_row, lines[0]["sources"], strict=True) if there and s == name]
+        assert each and first[f"loss/{name}"] == pytest.approx(sum(each) / len(each), rel=1e-12)
     assert first["difficulty"] == pytest.approx(
         np.mean([1 - np.exp(-loss) for loss in supervised]), rel=1e-12
     )
@@ -298,6 +309,28 @@ def test_a_run_with_two_sources_and_a_stop(tmp_path):
     assert all(map(torch.equal, weights_of(tmp_path / "cut"), weights_of(tmp_path / "run")))
     with pytest.raises(BadSetting, match=r"another dataset \(a:f13 b:f29, here a:f13 c:f29\)"):
         run(tmp_path / "cut", "--dataset_name", "a", "c=b", *TWO[4:6], "--resume_from_checkpoint", "auto")
+
+
+def test_packed_rows_have_the_mean_difficulty_of_their_tokens(tmp_path):
+    """Documents of 3, 4 and 6 bytes and their ends in rows of 5: each token has its document's number.
+
+    Mutation: `lengths` without the end token (every later row is off).
+    """
+    file = tmp_path / "rows.csv"
+    file.write_text("text,hard,name\nabc,1,x\nabcd,0.5,y\nabcdef,0,z\n")
+    dataset = load_corpus(parse_data(file), 42).train
+    assert len(dataset) == 2, "one is held out"
+    hard = {3: 1.0, 4: 0.5, 6: 0.0}
+    tokens = [hard[len(text)] for text in dataset["text"] for _ in range(len(text) + 1)]
+    packed = pack(dataset, build_tokenizer(parse([]), {}), 5, "hard")
+    rows = [tokens[at : at + 5] for at in range(0, len(tokens), 5)]
+    assert list(packed["hard"]) == pytest.approx([np.mean(row) for row in rows if len(row) > 1])
+    with pytest.raises(BadSetting, match="--difficulty_column name"):
+        pack(dataset, build_tokenizer(parse([]), {}), 5, "name")
+
+
+def parse_data(file):
+    return replace(parse(["--text_column", "text"]).data, dataset_name=str(file), eval_dataset=None)
 
 
 def test_one_named_source_and_one_unnamed_are_what_one_was(tmp_path):
@@ -355,9 +388,10 @@ def test_numbers_are_split_and_mappings_are_taken():
     assert per_device["targets"] == {"a": "9/10", "b": "6"}, "on 3 processes"
     assert made(lambda step, current_size: {"a": 1, "b": 0}, two)["targets"] == {"a": "1", "b": "0"}
     share = Batch(per_device_train_batch_size=0.5, fraction="accumulate")
-    for wrong, words in [({"a": 1}, "one for each of a, b"), ({"a": 1, "c": 1}, "a, c"),
-                         ({"a": -1, "b": 2}, "-1"), ({"a": 0, "b": 0}, "0"),
-                         ({"a": float("nan"), "b": 2}, "nan")]:  # fmt: skip
+    for wrong, words in [
+        ({"a": 1}, "one for each of a, b"), ({"a": 1, "c": 1}, "a, c"), ({"a": -1, "b": 2}, "-1"),
+        ({"a": 0, "b": 0}, "0"), ({"a": float("nan"), "b": 2}, "nan"),
+    ]:  # fmt: skip
         with pytest.raises(BadSetting, match=words):
             made(lambda step, current_size, wrong=wrong: wrong, two)
     with pytest.raises(BadSetting, match="--fraction participate"):

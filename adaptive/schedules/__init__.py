@@ -122,7 +122,7 @@ def first_size(schedule: Schedule, batch: Batch) -> float:
         batch.batch_size if batch.per_device_train_batch_size is None else batch.per_device_train_batch_size
     )
     if schedule.start is None:
-        size = (sum(batch.source_sizes) or 8.0) if asked is None else asked
+        size = float(sum(map(exact, batch.source_sizes))) or 8.0 if asked is None else asked
     else:
         size = checked(schedule.start, schedule.name, 1)
         if asked is not None and asked != size:

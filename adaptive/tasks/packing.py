@@ -6,6 +6,7 @@ documents side by side, each with positions from 0, so that none sees another. A
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,10 @@ def pack(dataset: Any, tokenizer: Any, length: int, averaged: str | None = None)
     Rows that already have input_ids stay as they are. averaged: a column of numbers to keep, as the mean over
     a row's tokens.
     """
-    if averaged not in (None, *dataset.column_names):
+    if averaged and not isinstance(dataset[0].get(averaged), Real):
         raise BadSetting(
-            f"--difficulty_column {averaged} is not in the data, which has {', '.join(dataset.column_names)}"
+            f"--difficulty_column {averaged} is no column of numbers; the data has the columns "
+            f"{', '.join(dataset.column_names)}"
         )
     if "input_ids" not in dataset.column_names:
         settings = {"tokenizer": tokenizer, "length": length} | ({"averaged": averaged} if averaged else {})
