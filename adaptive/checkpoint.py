@@ -141,6 +141,7 @@ class Checkpoints:
             return fresh
         chosen = self.engine.from_rank0(lambda: self._choose(wanted))
         if chosen is None:
+            self._cut_back(0)  # what a run left that was killed before its first checkpoint
             return fresh
         self.opened = Path(chosen)
         manifest = json.loads((self.opened / MANIFEST).read_text())
@@ -158,10 +159,7 @@ class Checkpoints:
         self.saved_step = state.step
         if self.opened.parent.resolve() == self.folder.resolve():  # else a branch, which is a run of its own
             self.run_id = manifest["wandb_run_id"]
-        if self.engine.is_main:
-            cut_back(Path(self.config.run.output_dir, "metrics.jsonl"), state.step)
-        cut_back(Path(self.config.run.output_dir, "audit", f"rank{self.engine.rank}.jsonl"), state.step)
-        self.engine.wait()
+        self._cut_back(state.step)
         return state
 
     def _same_optimizer(self, manifest: dict[str, Any]) -> None:
@@ -171,6 +169,14 @@ class Checkpoints:
                 f"{self.opened} has the state of --optim {before} and this is {here}; continue with the "
                 "same, or write --weights_only to start the optimizer afresh"
             )
+
+    def _cut_back(self, step: int) -> None:
+        """Collective: records end at the step that the run goes on from."""
+        folder = Path(self.config.run.output_dir)
+        if self.engine.is_main:
+            cut_back(folder / "metrics.jsonl", step)
+        cut_back(folder / "audit" / f"rank{self.engine.rank}.jsonl", step)
+        self.engine.wait()
 
     def _choose(self, wanted: str) -> str | None:
         if wanted == "auto":

@@ -35,14 +35,14 @@ PLAIN += ["--micro_batch_size", "4096", "--log_every", "never"]
 
 
 def test_the_fit_finds_what_made_the_numbers():
-    """Exact numbers to 1e-9; unbiased under 5 % noise. Mutation: plain least squares of steps (spread)."""
+    """Exact numbers to 1e-9; unbiased under 5 % noise. Mutation: plain least squares of steps (0.12)."""
     sizes = np.array([4, 8, 16, 32, 64, 128, 256, 512])
     exact = 120 + 120 * 50 / sizes
     assert fit.fit_trade(sizes, exact) == pytest.approx((120, 6000), rel=1e-9)
     draws = np.random.default_rng(0).normal(0, 0.05, (200, len(sizes)))
     found = [fit.fit_trade(sizes, exact * np.exp(noise)) for noise in draws]
     assert np.median([e / s for s, e in found]) == pytest.approx(50, rel=0.02)
-    assert np.std(np.log([e / s for s, e in found])) < 0.12
+    assert np.std(np.log([e / s for s, e in found])) < 0.08
 
 
 def test_no_trade_is_no_fit():
@@ -98,7 +98,8 @@ def test_a_candidate_gives_up_only_on_a_fresh_evaluation(monkeypatch):
     listens, as in inspect_run --verify, which it would end.
     """
     raised, quiet = [], candidate(size=8, bounds=[[100, 1.0]])
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL and quiet(120, 3.0) == 8.0 and quiet.lost
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # a run in this process may have left its own
+    assert quiet(120, 3.0) == 8.0 and quiet.lost
     monkeypatch.setattr("signal.getsignal", lambda number: raised.append)
     monkeypatch.setattr("signal.raise_signal", raised.append)
     size = candidate(size=8, bounds=[[100, 1.0], [200, 0.5]])

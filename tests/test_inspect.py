@@ -70,6 +70,18 @@ def test_a_stop_and_other_processes_are_right(tmp_path, capsys):
     assert "start     after step 0, one process" in told and "resume    after step 20, one process" in told
 
 
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(runs, tmp_path, capsys):
+    """--resume_from_checkpoint auto then starts fresh, and the records with it. Mutation: `_cut_back(0)` left
+    out: steps twice, as a search that was killed had them.
+    """
+    folder = tmp_path / "run"
+    shutil.copytree(runs["keep"], folder)
+    shutil.rmtree(folder / "checkpoints")
+    start(folder, "--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "auto")
+    assert inspect_run([str(folder), "--verify"]) == 0
+    assert len(Run(folder).train) == len(Run(runs["keep"]).train)
+
+
 def tampered(runs, name: str, tmp_path: Path, change) -> Path:
     """A copy in which change(records) has been at metrics.jsonl."""
     folder = tmp_path / "tampered"
