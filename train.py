@@ -152,6 +152,7 @@ def gradient(
     micro, by_tokens, rows = batch.micro_batch_size, batch.normalize_by == "tokens", own.rows
     starts = range(0, passes(own.size, engine.world_size, micro) * micro, micro)
     batches = [task.collate(rows[at : at + micro] or [idle_row()]) for at in starts]
+    batches = task.before_passes(engine, batches, own)  # for losses that couple the samples of a step
     items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
     totals = engine.open_step(batches, own.group_totals(items) if by_tokens else None)
 

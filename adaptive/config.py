@@ -34,6 +34,8 @@ class Model:
 
     model_name_or_path: Annotated[str | None, tyro.conf.arg(aliases=["--model"])] = None
     """Preset (see adaptive/tasks), local folder or hub name; by default the task's own preset (name)."""
+    second_model_name_or_path: str | None = None
+    """Second encoder of contrastive; by default the same as the first, beside images llama-tiny (name)."""
     tokenizer_name: str | None = None
     """Tokenizer folder or hub name; by default the model's own, for a preset ByT5's bytes (name)."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -63,7 +65,9 @@ class Data:
     """What it is trained on."""
 
     task: str = "causal_lm"
-    """causal_lm, masked_lm, seq2seq, classification, or your own class as "my_task.py:MyTask" (name)."""
+    """causal_lm, masked_lm, seq2seq, classification, contrastive, or your own class as "my_task.py:MyTask"
+    (name).
+    """
     dataset_name: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--dataset"])] = ("stdlib",)
     """stdlib, stdlib_topics, a hub name, a save_to_disk folder, or a csv, json, jsonl, parquet or text file;
     several, as NAME=DATASET, are trained on together (names).
@@ -100,6 +104,8 @@ class Data:
     """Tokens that masked_lm hides and asks for (share of tokens)."""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """A row that raises when it is read: stop and name it, or go on without it, exactly (policy)."""
+    contrastive_scale: float = 0.1
+    """What the contrastive loss of a pair counts beside the losses of its texts or images (factor)."""
     dataloader_num_workers: int = 0
     """Worker processes that read this process's next samples ahead; 0 reads in the loop (processes)."""
 
@@ -349,7 +355,7 @@ ABOVE_ZERO = {
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
     "warmup_samples", "warmup_ratio", "seed", "self_check", "usage_correction",
-    "keep_best",
+    "keep_best", "contrastive_scale",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name", "compile": "torch_compile"}
 REPEATABLE = {

@@ -25,6 +25,7 @@ from adaptive.config import BadSetting, Data
 from adaptive.order import Order
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 EVAL_SPLITS = ("validation", "valid", "val", "dev", "test")  # in order of preference
 # "test.csv", "reviews_train.csv" and "train-00000-of-00002.parquet" name their split, "latest.csv" does not.
 SPLIT_NAME = re.compile(rf"(?i)(?:.*[-_.])?(train|{'|'.join(EVAL_SPLITS)})(?:-\d+-of-\d+|[-_]?\d*)")
@@ -53,16 +54,17 @@ class Corpus:
 
 def load_corpus(
     data: Data, seed: int, trust_remote_code: bool = False, need_labels: bool = False,
-    need_target: bool = False, messages: bool = False,
+    need_target: bool = False, messages: bool = False, images: bool = False,
 ) -> Corpus:  # fmt: skip
     """Load --dataset_name, and --eval_dataset, else its validation or test split, else a held-out share.
 
     A missing text becomes "", so that row numbers stay those of the file; a row of a txt file is a line. A
     column "label" nobody asked for stays as it is where it holds no classes. With `messages` a column of that
-    name is taken for conversations. `trust_remote_code` changes nothing: `datasets` >= 4 runs no code of a
-    dataset. Raises BadSetting for all that the user can correct.
+    name is taken for conversations, with `images` one of images for what "target" describes.
+    `trust_remote_code` changes nothing: `datasets` >= 4 runs no code of a dataset. Raises
+    BadSetting for all that the user can correct.
     """
-    needs = {"need_labels": need_labels, "need_target": need_target, "messages": messages}
+    needs = {"need_labels": need_labels, "need_target": need_target, "messages": messages, "images": images}
     datasets.disable_progress_bars()  # what is printed is report.py's choice
     name, share = data.dataset_name, data.eval_share
     train, others = _train_split(_splits(name, data.dataset_config_name, share), name)
@@ -89,6 +91,13 @@ def stdlib_pieces(corpus: Corpus, characters: int) -> Corpus:
     train = corpus.train.map(_cut, batched=True, fn_kwargs=arguments)
     held = corpus.eval.map(_cut, batched=True, fn_kwargs=arguments) if corpus.eval is not None else None
     return Corpus(train, held, corpus.label_names)
+
+
+def load_pairs(data: Data, seed: int, trust_remote_code: bool = False, images: bool = False) -> Corpus:
+    """Load columns "text" (or, where `images` may be, "image") and "target"; of stdlib its functions."""
+    stdlib = data.dataset_name == "stdlib"
+    corpus = load_corpus(data, seed, trust_remote_code, need_target=not stdlib, images=images)
+    return stdlib_functions(corpus) if stdlib else corpus
 
 
 def stdlib_functions(corpus: Corpus) -> Corpus:
@@ -129,6 +138,8 @@ def _splits(name: str, config_name: str | None, share: float) -> dict[str, datas
     try:
         if builder == "save_to_disk":
             loaded = datasets.load_from_disk(str(path))
+        elif builder == "imagefolder":
+            loaded = datasets.load_dataset(builder, data_dir=str(path))
         else:
             loaded = datasets.load_dataset(builder, None if local else config_name, data_files=files)
     except Exception as error:  # the libraries below raise a dozen unrelated classes for bad names and files
@@ -144,6 +155,8 @@ def _files(path: Path) -> tuple[str, dict[str, list[str]] | None]:
     """Return the builder, and the files by split, of a file, a glob, or a folder, with all below it."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return "save_to_disk", None
+    if path.is_dir() and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
+        return "imagefolder", None  # of `datasets`: a metadata.csv or .jsonl has file_name and text
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
     found = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
     files = [file for file in found if file.suffix.lower() in BUILDERS and file.is_file()]
@@ -178,13 +191,15 @@ def _train_split(splits: dict, name: str) -> tuple[datasets.Dataset, dict[str, d
 
 def _columns(
     ds: datasets.Dataset, name: str, data: Data, label_names: list[str] | None = None, *,
-    need_labels: bool, need_target: bool, messages: bool,
+    need_labels: bool, need_target: bool, messages: bool, images: bool,
 ) -> tuple[datasets.Dataset, list[str] | None]:  # fmt: skip
     """Return the rows with the chosen columns called text, label and target, and the class names."""
     if not len(ds):
         raise BadSetting(f"dataset {name} has no rows; write one that has")
     if messages and "messages" in ds.column_names and data.text_column in (None, "messages"):
         return ds.select_columns(["messages"]).with_format(None), None
+    if images and (pictures := [c for c, kind in ds.features.items() if isinstance(kind, datasets.Image)]):
+        return _image_columns(ds, name, data, pictures[0]), None
     ds = (
         ds.flatten() if need_target else ds
     )  # {"translation": {"en": ..., "de": ...}} is "translation.en" ...
@@ -207,6 +222,16 @@ def _columns(
         if need_labels or data.label_column:
             raise
         return ds, None
+
+
+def _image_columns(ds: datasets.Dataset, name: str, data: Data, image: str) -> datasets.Dataset:
+    """Return the rows with the columns image and target, the text that describes it."""
+    has = f"dataset {name} has the columns {', '.join(ds.column_names)}"
+    text = _text_column(ds, has, data.target_column or data.text_column, "text", image)
+    ds = ds.select_columns([image, text]).rename_columns({image: "image", text: "target"})
+    if ds.data.column("target").null_count:
+        ds = ds.map(_without_none, input_columns="target", batched=True, fn_kwargs={"column": "target"})
+    return ds.with_format(None)
 
 
 def _text_column(ds: datasets.Dataset, has: str, asked: str | None, usual: str, *taken: str | None) -> str:

@@ -176,6 +176,20 @@ class Engine(Agreement):
             batch = {k: torch.cat([t, t[-1:].expand(missing, *t.shape[1:])]) for k, t in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
+    def gather(self, *own: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Collective: each of `own` (k, ...) on the device -> [of every rank], whose k may differ."""
+        if self.world_size == 1:
+            return [[tensor] for tensor in own]
+        counts = self.sum_integers([len(own[0]) * (rank == self.rank) for rank in range(self.world_size)])
+        gathered = []
+        for tensor in own:
+            padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
+            padded[: len(tensor)] = tensor
+            parts = [torch.empty_like(padded) for _ in counts]
+            dist.all_gather(parts, padded)
+            gathered.append([part[:n] for part, n in zip(parts, counts, strict=True)])
+        return gathered
+
     # The passes of a step
 
     def open_step(

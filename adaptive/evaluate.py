@@ -28,16 +28,17 @@ def evaluate(
     `batch_size`: samples of one pass on one process. None when a signal on some process asked to stop.
     """
     totals = _totals(engine, task, dataset, batch_size, normalize_by)
-    return None if totals is None else _means(*totals)
+    return None if totals is None else _means(totals)
 
 
 def _totals(
     engine: Any, task: Any, dataset: Any, batch_size: int, normalize_by: str
-) -> tuple[list[str], list[float]] | None:
-    """(metrics, the loss first; their sums over all processes, then the loss's weight and the samples)."""
+) -> dict[str, tuple[float, float]] | None:
+    """{metric: (sum, what it is divided by)} over all processes, the loss first."""
     positions = np.arange(engine.rank, len(dataset), engine.world_size)
     names: list[str] = []
     sums = torch.zeros(0, dtype=torch.float64)
+    pooled: list[list[torch.Tensor]] = []
     engine.model.eval()
     try:
         with torch.no_grad():
@@ -45,10 +46,11 @@ def _totals(
                 mine = positions[k * batch_size : (k + 1) * batch_size]
                 batch = task.collate(fetch(dataset, mine if len(mine) else np.zeros(1, dtype=np.int64)))
                 values = task.measure(engine.model, engine.to_device(batch, batch_size))
+                pooled.append([values.pop(name)[: len(mine)] for name in task.pooled])
                 if not names:
                     names, sums = (
                         sorted(values, key="loss".__ne__),
-                        torch.zeros(len(values) + 2, dtype=torch.float64, device=engine.device),
+                        torch.zeros(2 * len(values), dtype=torch.float64, device=engine.device),
                     )
                 if engine.stop_asked_anywhere():
                     return None
@@ -56,33 +58,56 @@ def _totals(
                     items = task.items(batch).to(engine.device)
                     values = {name: value[: len(items)] for name, value in values.items()}
                     sums += _sums(values, names, items, normalize_by)
+            pool = _pool(engine, task, pooled, len(dataset))
     finally:
         engine.model.train()
-    return names, engine.sum(sums.tolist())
+    total = engine.sum(sums.tolist())
+    return _added(dict(zip(names, zip(total[::2], total[1::2], strict=True), strict=True)), pool)
 
 
-def _means(names: list[str], totals: list[float]) -> dict[str, float | None]:
-    *sums, weight, samples = totals
-    means = {}
-    for name, total in zip(names, sums, strict=True):
-        count = weight if name == "loss" else samples
-        means[f"eval_{name}"] = total / count if count and math.isfinite(total) else None
-    return means
+def _pool(engine: Any, task: Any, pooled: list[list[torch.Tensor]], n: int) -> dict[str, tuple[float, float]]:
+    """`task.measure_pool` of the n rows in the data's order; rank r computed r, r + W, ..."""
+    if not task.pooled or not n:
+        return {}
+    values = {}
+    gathered = engine.gather(*(torch.cat(parts) for parts in zip(*pooled, strict=True)))
+    for name, parts in zip(task.pooled, gathered, strict=True):
+        values[name] = parts[0].new_empty(n, *parts[0].shape[1:])
+        for rank, part in enumerate(parts):
+            values[name][rank :: engine.world_size] = part
+    return engine.from_rank0(lambda: task.measure_pool(values))
+
+
+def _added(*totals: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """Sums and counts, by name."""
+    found: dict[str, tuple[float, float]] = {}
+    for part in totals:
+        for name, (total, count) in part.items():
+            before = found.get(name, (0.0, 0.0))
+            found[name] = (before[0] + total, before[1] + count)
+    return found
+
+
+def _means(totals: dict[str, tuple[float, float]]) -> dict[str, float | None]:
+    return {
+        f"eval_{name}": total / count if count and math.isfinite(total) else None
+        for name, (total, count) in totals.items()
+    }
 
 
 def _sums(
     values: dict[str, torch.Tensor], names: list[str], items: torch.Tensor, normalize_by: str
 ) -> torch.Tensor:
-    """(metrics + 2,) fp64: the sum of each of `names` (the loss first), then the loss's weight and the number
-    of samples.
-    """
+    """(2 x metrics,) fp64: the sum of each of `names` (the loss first), and the number it is divided by."""
     supervised = items > 0
     losses = values["loss"].double()
     if normalize_by == "samples":
         losses = torch.where(supervised, losses / items.clamp(min=1), 0.0)
-    others = [torch.where(supervised, values[name].double(), 0.0).sum() for name in names[1:]]
-    weight = supervised.sum() if normalize_by == "samples" else items.sum()
-    return torch.stack([losses.sum(), *others, weight.double(), supervised.sum().double()])
+    weight, samples = supervised.sum() if normalize_by == "samples" else items.sum(), supervised.sum()
+    sums = [losses.sum(), weight.double()]
+    for name in names[1:]:
+        sums += [torch.where(supervised, values[name].double(), 0.0).sum(), samples.double()]
+    return torch.stack(sums)
 
 
 def tell_evaluation(
@@ -95,8 +120,7 @@ def tell_evaluation(
     and NAME/SOURCE over those of one.
     """
     size, normalize_by = config.eval.per_device_eval_batch_size, config.batch.normalize_by
-    names: list[str] = []
-    totals: list[list[float]] = []
+    totals: list[dict[str, tuple[float, float]]] = []
     parts: dict[str, float | None] = {}
     for source, dataset in datasets.items():
         if dataset is None or not len(dataset):
@@ -104,12 +128,11 @@ def tell_evaluation(
         found = _totals(engine, task, dataset, size, normalize_by)
         if found is None:
             return False
-        names = found[0]
-        totals.append(found[1])
+        totals.append(found)
         if len(datasets) > 1:
-            parts |= {f"{name}/{source}": value for name, value in _means(*found).items()}
+            parts |= {f"{name}/{source}": value for name, value in _means(found).items()}
     if totals:
-        means = _means(names, [sum(column) for column in zip(*totals, strict=True)])
+        means = _means(_added(*totals))
         state.learn_evaluation(means["eval_loss"])
         report.eval({"kind": "eval", **counters(state, lengths), **means, **parts})
     return True

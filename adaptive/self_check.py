@@ -97,6 +97,9 @@ class Alone:
         pairs = zip(self.sums, fresh, strict=True)
         self.sums = [old if new is None else new if old is None else old + new for old, new in pairs]
 
+    def gather(self, *own: torch.Tensor) -> list[list[torch.Tensor]]:
+        return [[tensor] for tensor in own]
+
     def squared_norm(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
 

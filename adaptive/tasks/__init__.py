@@ -41,6 +41,7 @@ class Task:
     """
 
     normalize_by = "samples"  # what weighs equally inside a step, unless --normalize_by says otherwise
+    pooled: tuple[str, ...] = ()  # what `measure_pool` gets of `measure`, of the whole validation set
     label_smoothing = 0.0  # --label_smoothing_factor
     widths: dict[str, int] = {}  # noqa: RUF012 (column -> least padded length)
     pad = {"input_ids": 0, "attention_mask": 0, "labels": -100}  # noqa: RUF012 (column -> value of padding)
@@ -66,6 +67,12 @@ class Task:
             f"{type(self).__name__} has no loss_sum(model, batch); see adaptive/tasks/causal_lm.py"
         )
 
+    def before_passes(self, engine: Any, batches: list[dict], own: Any) -> list[dict]:
+        """The step's passes on this process, collated, with columns added that follow from all samples of the
+        step over all processes. For losses that couple samples (contrastive.py); every process at once.
+        """
+        return batches
+
     def items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """(rows,) int64: supervised items of each sample; by default the sample itself is the only one."""
         return torch.ones(len(next(iter(batch.values()))), dtype=torch.int64)
@@ -73,6 +80,10 @@ class Task:
     def measure(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """{"loss": (rows,), metric: (rows,)} of an evaluation pass; metrics are averaged over samples."""
         return {"loss": self.loss_sum(model, batch)}
+
+    def measure_pool(self, values: dict[str, torch.Tensor]) -> dict[str, tuple[float, int]]:
+        """{metric: (sum, count)} of the `pooled` values (all rows, ...) in the data's order; rank 0 only."""
+        return {}
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         """Rows -> tensors (rows, ...); sequences are padded to the longest of the pass."""
@@ -217,4 +228,5 @@ TASKS = {
     "masked_lm": "adaptive.tasks.masked_lm:MaskedLM",
     "seq2seq": "adaptive.tasks.seq2seq:Seq2Seq",
     "classification": "adaptive.tasks.classification:Classification",
+    "contrastive": "adaptive.tasks.contrastive:Contrastive",
 }

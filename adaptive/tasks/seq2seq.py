@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from adaptive.config import Config
-from adaptive.corpus import fingerprint, load_corpus, stdlib_functions
+from adaptive.corpus import fingerprint, load_pairs
 from adaptive.tasks import Loaded, Task, build_model, build_tokenizer, token_loss_sum
 
 _BYTES = {"model_type": "t5", "vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1,
@@ -27,10 +27,8 @@ class Seq2Seq(Task):
     normalize_by = "tokens"
 
     def load(self, config: Config) -> Loaded:
-        data, stdlib = config.data, config.data.dataset_name == "stdlib"
-        code = config.model.trust_remote_code
-        corpus = load_corpus(data, config.run.seed, code, need_target=not stdlib)
-        corpus = stdlib_functions(corpus) if stdlib else corpus
+        data = config.data
+        corpus = load_pairs(data, config.run.seed, config.model.trust_remote_code)
         tokenizer = build_tokenizer(config, PRESETS)
         self.settle(config)
         self.pad = self.pad | {"input_ids": tokenizer.pad_token_id or 0}
