@@ -292,6 +292,11 @@ class Data:
             rows += [row for row in fetch_each(source.dataset, chosen) if isinstance(row, dict)]
         return max(rows, key=lambda row: sum(np.size(value) for value in row.values()))
 
+    @staticmethod
+    def copies(row: dict, n: int) -> Share:
+        """`row` n times, to try how much memory it takes."""
+        return Share.alike([row] * n, n, 1 / n)
+
     def idle_row(self) -> dict:
         """A row for passes of weight 0, which ranks without a sample run so that every rank takes part."""
         if self._idle is None:

@@ -56,7 +56,8 @@ class MicroBatch:
         share = -(-max(data.lengths.values()) // engine.world_size)
         self.most = share if auto else self.batch.micro_batch_size
         if state.micro_batch_size is None and (auto or not engine.repeats):
-            found = self._find(task, data.longest_row(LOOK_AT), min(self.most, share))
+            longest = data.longest_row(LOOK_AT)
+            found = self._find(task, lambda rows: data.copies(longest, rows), min(self.most, share))
             if auto or found < min(self.most, share):
                 state.micro_batch_size = found
                 report.say(f"passes of at most {found} rows: what fits in memory, by measuring small ones")
@@ -102,10 +103,10 @@ class MicroBatch:
     def _now(self) -> float:
         return self.state.counters()[{"sample": "samples", "minute": "seconds"}.get(self.every.unit, "step")]
 
-    def _find(self, task: Any, row: dict, most: int) -> int:
+    def _find(self, task: Any, copies: Callable[[int], Any], most: int) -> int:
         engine = self.engine
         free = -engine.maximum([-MARGIN * engine.free_bytes()])[0]  # on the fullest process
-        found = find(most, lambda rows: self._try(task, row, rows), free, engine.device.type == "cpu")
+        found = find(most, lambda rows: self._try(task, copies(rows)), free, engine.device.type == "cpu")
         return found or self._refuse()
 
     def _refuse(self) -> None:
@@ -115,9 +116,10 @@ class MicroBatch:
             "write a smaller --sequence_length or model, --gradient_checkpointing, or --bf16"
         )
 
-    def _try(self, task: Any, row: dict, rows: int) -> float | None:
-        """Bytes that passes of `rows` times `row` hold at once, on the fullest process; None: it ran out."""
-        engine, batch = self.engine, task.collate([row] * rows)
+    def _try(self, task: Any, own: Any) -> float | None:
+        """Bytes that passes of the rows in `own` hold at once, on the fullest process; None: it ran out."""
+        engine = self.engine
+        (batch,) = task.before_passes(engine, [task.collate(own.rows)], own)
 
         def two_passes() -> None:  # in the second the gradient of the first is there too
             engine.open_step([batch])

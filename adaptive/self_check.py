@@ -85,7 +85,7 @@ class Alone:
     def passes(self):
         return contextlib.nullcontext()
 
-    def pass_(self, last: bool, idle: bool):
+    def pass_(self, last: bool, idle: bool = False):
         return contextlib.nullcontext()
 
     def reduce_gradient(self) -> bool:

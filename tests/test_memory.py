@@ -270,16 +270,16 @@ def test_auto_on_a_cpu_follows_the_memory_there_is(monkeypatch):
     """
     tried = []
 
-    def two_mebibytes_a_row(self, task, row, rows):
-        tried.append(rows)
-        return 10e6 + 2e6 * rows
+    def two_mebibytes_a_row(self, task, own):
+        tried.append(own)
+        return 10e6 + 2e6 * own
 
     monkeypatch.setattr(MicroBatch, "_try", two_mebibytes_a_row)
     engine = SimpleNamespace(
         world_size=1, repeats=True, device=torch.device("cpu"), maximum=lambda v: v, length=8,
         free_bytes=lambda: free,
     )  # fmt: skip
-    data = SimpleNamespace(lengths={"train": 10**6}, longest_row=lambda n: {})
+    data = SimpleNamespace(lengths={"train": 10**6}, longest_row=lambda n: {}, copies=lambda row, n: n)
     config = SimpleNamespace(batch=Batch(micro_batch_size="auto"))
     report = SimpleNamespace(say=lambda line: None)
     sizes = []
