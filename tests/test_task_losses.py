@@ -216,7 +216,7 @@ THOUGHTS = (  # as some reasoning models: the last answer alone has a block of t
 )
 TALK = [
     {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "two plus two"},
+    {"role": "user", "content": "is two plus two four or five"},
     {"role": "assistant", "content": "four"},
     {"role": "user", "content": "is it four"},
     {"role": "assistant", "content": "yes"},
