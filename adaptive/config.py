@@ -69,8 +69,8 @@ class Data:
     (name).
     """
     dataset_name: Annotated[tuple[str, ...], tyro.conf.arg(aliases=["--dataset"])] = ("stdlib",)
-    """stdlib, stdlib_topics, a hub name, a save_to_disk folder, or a csv, json, jsonl, parquet or text file;
-    several, as NAME=DATASET, are trained on together (names).
+    """stdlib, stdlib_topics, a hub name, a save_to_disk folder, a csv, json, jsonl, parquet or text file, or
+    (contrastive) a folder of images; several, as NAME=DATASET, are trained on together (names).
     """
     dataset_config_name: str | None = None
     """Configuration of a hub dataset (name)."""

@@ -155,8 +155,9 @@ def _files(path: Path) -> tuple[str, dict[str, list[str]] | None]:
     """Return the builder, and the files by split, of a file, a glob, or a folder, with all below it."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return "save_to_disk", None
-    if path.is_dir() and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
-        return "imagefolder", None  # of `datasets`: a metadata.csv or .jsonl has file_name and text
+    if path.is_dir() and any(file.stem == "metadata" for file in path.rglob("metadata.*")):
+        if any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
+            return "imagefolder", None  # of `datasets`: the metadata has file_name and text
     pattern = f"{glob.escape(str(path))}/**" if path.is_dir() else str(path)
     found = [path] if path.is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
     files = [file for file in found if file.suffix.lower() in BUILDERS and file.is_file()]

@@ -10,7 +10,8 @@ both. Whatever its side, a sample that has both texts is a pair of the step, and
 with s --contrastive_scale (0.1), and j over all pairs of the step, whoever computes them. Its weight w_i is
 that of scaling.py, as for every sample; own_i is a mean over tokens, so --normalize_by changes nothing. Pairs
 with the same second text are no negatives of each other. How many negatives there are follows n, not G: of
-this rounding is a part, and the loss of a step with one pair has no contrastive part.
+this rounding is a part, and the loss of a step with one pair has no contrastive part. (The passes of a step
+are then no independent samples: noise_scale, which can be had with one source, means little here.)
 
 c_i couples the samples of a step and is yet exact for every cut (GradCache; Gao et al. 2021). All passes run
 once without a graph; their embeddings e (a and b) are gathered over the processes, and every process computes
