@@ -110,4 +110,5 @@ def tell_evaluation(
         means = _means(names, [sum(column) for column in zip(*totals, strict=True)])
         state.signals["eval_loss"] = means["eval_loss"]
         report.eval({"kind": "eval", **counters(state, lengths), **means, **parts})
+    state.evaluated_at, state.evaluation_owed = state.step, False
     return True

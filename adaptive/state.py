@@ -44,6 +44,8 @@ class RunState:
     beta2_product: float = 1.0  # of Adam's beta2 in all updates, for its bias correction
     noise: dict[str, float] | None = None  # running sums of the noise scale's two parts
     invalid: int = 0  # measurements that gave no estimate
+    evaluated_at: int = 0  # step of the last evaluation
+    evaluation_owed: bool = False  # one was due and a signal came first
     schedule: Any = None  # what the schedule's own state_dict() returned
 
     @classmethod
