@@ -75,14 +75,16 @@ def main(config: Config) -> RunState:
     config.batch.normalize_by = config.batch.normalize_by or task.normalize_by
     base = global_size(optim.base_batch_size, config.batch, state.world_size)
     warmup = optim.warmup_samples or int(optim.warmup_ratio * lengths.samples)
-    audit, evaluated, stop = Audit(config, engine.rank), 0, False
+    audit = Audit(config, engine.rank)
 
     with Report(config, engine.accelerator, lengths.samples, state, checkpoints.run_id) as report:
         engine.listen()
         engine.clock_from(state.seconds)
-        engine.from_rank0(lambda: note_start(config, state, engine))
+        engine.from_rank0(lambda: note_start(config, state, engine, report.wandb_run_id))
         report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
         micro_batch = MicroBatch(config, engine, task, data, state, report)
+        tell = partial(tell_evaluation, engine, task, rows.eval, config, state, lengths, report)
+        stop = state.evaluation_owed and not tell()
         while not (0 < run.max_steps <= state.step or stop):
             # Decide: rank 0 calls the schedule, every process gets the same exact number.
             before = state.counters()
@@ -124,19 +126,19 @@ def main(config: Config) -> RunState:
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)
             stop = measured.stop if measured else engine.stop_asked_anywhere()
-            if eval_every.due(before, state.counters()) and not stop:
-                evaluated = state.step
-                stop = not tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
+            state.evaluation_owed |= eval_every.due(before, state.counters())
+            if state.evaluation_owed and not stop:
+                stop = not tell()
             if save_every.due(before, state.counters()) or checkpoints.due(state):
                 checkpoints.save(state, report)
 
+        if not stop:
+            state.refuse_no_update()
+            stop = state.evaluated_at != state.step and not tell()
         if stop:
             checkpoints.finish(state, report)
             report.leave_word(state)
             return state
-        state.refuse_no_update()
-        if evaluated != state.step:
-            tell_evaluation(engine, task, rows.eval, config, state, lengths, report)
         checkpoints.finish(state, report, partial(engine.save_model, folder / "model", rows.tokenizer))
     return state
 
@@ -188,3 +190,6 @@ if __name__ == "__main__":
         Engine.leave()
     except BadSetting as error:
         exit_with(error)
+    except RuntimeError as error:
+        Engine.explain(error)
+        raise

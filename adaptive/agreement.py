@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,16 @@ import torch.distributed as dist
 
 from adaptive.config import BadSetting
 
+RESUME = "the same command with --resume_from_checkpoint auto goes on from the last checkpoint"
+PEER = "rank {rank} lost another process, whose own error says why"
+LOST = {  # part of an error's text -> what happened
+    "DataLoader worker (pid": "a data worker of rank {rank} was killed; the machine's memory, or "
+    "/dev/shm, may be full: fewer --dataloader_num_workers need less",
+    "closed by peer": PEER,
+    "Connection reset": PEER,
+    "Broken pipe": PEER,
+    "Timed out waiting": "rank {rank} waited too long for another process: it hangs, or is gone",
+}
 MESSAGE_BYTES = 16_384  # of the first message from rank 0, a decision; what is longer takes a second one
 
 
@@ -80,6 +92,15 @@ class Agreement:
     def wait(self) -> None:
         """Barrier on the CPU."""
         self.sum_integers([0])
+
+    @staticmethod
+    def explain(error: RuntimeError) -> None:
+        """Say in one line, before its traceback, what an error means that began elsewhere."""
+        rank = os.environ.get("RANK", "0")
+        for part, meaning in LOST.items():
+            if part in str(error):
+                line = f"error: {meaning.format(rank=rank)}; {RESUME}"
+                return print(line, file=sys.stderr, flush=True)
 
     def _start(self, own: torch.Tensor, combine: Callable = torch.add) -> Callable[[], list]:
         """`own` (k,) of all ranks, by recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.5).

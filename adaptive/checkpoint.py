@@ -1,7 +1,8 @@
 """RunState, weights and optimizer <-> a folder that is whole or does not count.
 
     OUTPUT_DIR/checkpoints/step_{k}/
-        manifest.json    the run's state (state.py), files, sizes, processes, data fingerprint, W&B run
+        manifest.json    the state (state.py), files, sizes, checksums of the small ones, processes, data
+                         fingerprint, W&B run
         ...              what the engine keeps: weights, optimizer, loss scaler
 
 All processes write into a folder of another name; they agree that nothing failed; rank 0 writes the manifest,
@@ -13,6 +14,7 @@ manifest fits counts. Any number of processes may open it: positions are absolut
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -23,9 +25,11 @@ from typing import Any
 
 from adaptive import order
 from adaptive.config import BadSetting, Config
+from adaptive.records import last_run_id
 from adaptive.state import RunState
 
 MANIFEST, STEP = "manifest.json", re.compile(r"step_(\d+)$")
+SMALL = 1 << 20  # bytes: a file up to this size has its checksum in the manifest
 
 
 class Checkpoints:
@@ -89,7 +93,7 @@ class Checkpoints:
         return error or (f"{failures} process(es) failed" if failures else None)
 
     def _clear(self, partial: Path) -> None:
-        for stale in self.folder.glob(".step_*.partial"):
+        for stale in self.folder.glob(".step_*"):  # what a kill left of a save or of a conversion
             shutil.rmtree(stale)
         partial.mkdir(parents=True)
 
@@ -100,6 +104,7 @@ class Checkpoints:
         manifest = {
             "state": state.to_json(),
             "files": files,
+            "checksums": {n: _checksum(partial / n) for n, size in files.items() if size <= SMALL},
             "world_size": self.engine.world_size,
             "engine": self.engine.kind,
             "order_version": order.VERSION,
@@ -110,12 +115,15 @@ class Checkpoints:
             "config": self.config.flat(),
         }
         (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        for path in [*partial.rglob("*"), partial]:
+        records = [self.folder.parent / "metrics.jsonl", *self.folder.parent.glob("audit/rank*.jsonl")]
+        for path in [*partial.rglob("*"), partial, *filter(Path.exists, records)]:
             _flush(path)
-        if target.exists():  # a step that was saved before: replaced
-            shutil.rmtree(target)
+        replaced = self.folder / f".{target.name}.replaced"
+        if target.exists():  # a step that was saved before
+            os.rename(target, replaced)
         os.rename(partial, target)
         _flush(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self) -> None:
         """Keep the newest --keep_last and the --keep_best of lowest eval_loss; foreign names and the one
@@ -141,9 +149,10 @@ class Checkpoints:
             return fresh
         chosen = self.engine.from_rank0(lambda: self._choose(wanted))
         if chosen is None:
-            self._cut_back(0)  # what a run left that was killed before its first checkpoint
+            self.run_id = last_run_id(self.folder.parent)
+            self._go_back(0)
             return fresh
-        self.opened = Path(chosen)
+        self.opened = Path(chosen).resolve()
         manifest = json.loads((self.opened / MANIFEST).read_text())
         state = RunState.from_json(manifest["state"])
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
@@ -157,9 +166,12 @@ class Checkpoints:
             self._same_optimizer(manifest)
             self.engine.load_state(self.opened, manifest)
         self.saved_step = state.step
-        if self.opened.parent.resolve() == self.folder.resolve():  # else a branch, which is a run of its own
+        if self.opened.parent == self.folder.resolve():  # else a branch, which is a run of its own
             self.run_id = manifest["wandb_run_id"]
-        self._cut_back(state.step)
+        if self.engine.is_main:
+            for line in changes(manifest["config"], self.config.flat(), state.size):
+                print(line, flush=True)
+        self._go_back(state.step)
         return state
 
     def _same_optimizer(self, manifest: dict[str, Any]) -> None:
@@ -170,16 +182,27 @@ class Checkpoints:
                 "same, or write --weights_only to start the optimizer afresh"
             )
 
-    def _cut_back(self, step: int) -> None:
-        """Collective: records end at the step that the run goes on from."""
-        folder = Path(self.config.run.output_dir)
+    def _go_back(self, step: int) -> None:
+        """Collective: `step` is the last one. Its records end there, on every number of processes that wrote
+        some, and checkpoints of later steps no longer count.
+        """
+        output, rank = self.folder.parent, self.engine.rank
+        own = [output / "audit" / f"rank{rank}.jsonl"]
         if self.engine.is_main:
-            cut_back(folder / "metrics.jsonl", step)
-        cut_back(folder / "audit" / f"rank{self.engine.rank}.jsonl", step)
+            stems = {path: path.stem.removeprefix("rank") for path in output.glob("audit/rank*.jsonl")}
+            own += [path for path, r in stems.items() if r.isdigit() and int(r) >= self.engine.world_size]
+            own += [output / "metrics.jsonl"]
+            for number, path in sorted(_numbered(self.folder)):
+                if number > step:
+                    print(f"{path} is not part of this run any more: kept as {_set_aside(path)}", flush=True)
+        for path in own:
+            cut_back(path, step)
         self.engine.wait()
 
     def _choose(self, wanted: str) -> str | None:
         if wanted == "auto":
+            for path in sorted(self.folder.glob(".step_*")):
+                print(f"passing over {path.name}: a kill cut it short", flush=True)
             for _, path in sorted(_numbered(self.folder), reverse=True):
                 missing = problem(path)
                 if missing is None:
@@ -215,14 +238,17 @@ def problem(path: Path) -> str | None:
     """Why `path` is no whole checkpoint, None if it is."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        files, checksums = manifest["files"], manifest.get("checksums", {})
     except OSError:
         return "it has no manifest.json"
-    except ValueError:
+    except (ValueError, TypeError, KeyError):
         return "its manifest.json is damaged"
-    for name, size in manifest["files"].items():
+    for name, size in files.items():
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             return f"{name} is missing or has another size"
+        if name in checksums and _checksum(file) != checksums[name]:
+            return f"{name} has other content than was saved"
     return None
 
 
@@ -234,23 +260,49 @@ def eval_loss(path: Path) -> float | None:
         return None
 
 
+def changes(before: dict[str, Any], now: dict[str, Any], size: float) -> list[str]:
+    """One line for each setting that a resumed start has given otherwise; `size`: the last target."""
+    lines = []
+    for name, value in json.loads(json.dumps(now)).items():
+        if name in ("output_dir", "resume_from_checkpoint") or value in (None, before.get(name, value)):
+            continue
+        sized = name in ("batch_size", "per_device_train_batch_size")
+        note = f"; sizes go on from {size:g} as --schedule says" if sized else ""
+        lines.append(f"--{name} is {value}, and was {before.get(name)} when this checkpoint was saved{note}")
+    return lines
+
+
 def cut_back(path: Path, step: int) -> None:
     """Remove the JSON lines after `step`, and a last line that was not finished."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_text().splitlines():
+    for line in path.read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     short = path.with_suffix(".cut")
     short.write_text("".join(kept))
+    _flush(short)
     os.replace(short, path)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     paths = folder.iterdir() if folder.is_dir() else []
     return [(int(found[1]), path) for path in paths if (found := STEP.match(path.name)) and path.is_dir()]
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint so that it counts no longer; what a user may want to keep is not removed."""
+    number, aside = 1, path.with_name(f"set_aside_{path.name}")
+    while aside.exists():
+        number, aside = number + 1, path.with_name(f"set_aside_{path.name}_{number + 1}")
+    os.rename(path, aside)
+    return aside
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -554,7 +554,9 @@ def _check_sources(config: Config) -> None:
 
 def save(config: Config, path: Path) -> None:
     """Write every resolved setting; `--config PATH` reads it back."""
-    path.write_text(yaml.safe_dump(config.flat(), sort_keys=False))
+    whole = path.with_name(f".{path.name}.partial")  # a kill must not leave half of what a resume reads
+    whole.write_text(yaml.safe_dump(config.flat(), sort_keys=False))
+    os.replace(whole, path)
 
 
 def _recipe_arguments(argv: list[str]) -> list[str]:

@@ -144,6 +144,12 @@ class Source:
         """`dataset` has len() and [index] or __getitems__([index]); rows are dictionaries."""
         self.name, self.dataset, self.workers = name, dataset, workers
         self.rank, self.world_size = rank, world_size
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise BadSetting(
+                f"the training data {name!r} is a stream ({type(dataset).__name__}), and a position is a row "
+                "that can be looked up; write it into files once (save_to_disk) and name that folder: "
+                "it is read from the disk, and any size will do"
+            )
         if not len(dataset):
             raise BadSetting(
                 f"the training data {name!r} has no rows; write a --dataset_name or --task that has some"

@@ -135,4 +135,5 @@ def tell_evaluation(
         means = _means(_added(*totals))
         state.learn_evaluation(means["eval_loss"])
         report.eval({"kind": "eval", **counters(state, lengths), **means, **parts})
+    state.evaluated_at, state.evaluation_owed = state.step, False
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -29,13 +30,24 @@ def open_folder(config: Config) -> str:
     return str(folder)
 
 
-def note_start(config: Config, state: RunState, engine: Any) -> None:
+def note_start(config: Config, state: RunState, engine: Any, run_id: str | None = None) -> None:
     """config.yaml, and a line of starts.jsonl, which remembers every start; on rank 0."""
     folder = Path(config.run.output_dir)
     save(config, folder / "config.yaml")
     start = {"step": state.step, "world_size": engine.world_size, "engine": engine.describe()}
+    start["wandb_run_id"] = run_id  # a kill may come before the first checkpoint
     with (folder / "starts.jsonl").open("a") as file:
         file.write(json.dumps(start | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")
+
+
+def last_run_id(folder: Path) -> str | None:
+    """The W&B run of the last start in `folder`."""
+    run_id = None
+    path = folder / "starts.jsonl"
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):  # cut short by a kill
+            run_id = json.loads(line).get("wandb_run_id") or run_id
+    return run_id
 
 
 def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:

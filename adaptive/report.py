@@ -88,6 +88,7 @@ class Report:
         self.last: dict[str, Any] = self.start
         self.window = Window("samples" if config.batch.normalize_by == "samples" else "tokens", self.start)
         self.told: set[str] = set()  # notices that come once
+        self.held: Any = None  # (step, is_eval) -> whether a resumed W&B run has it (wandb_history.py)
         self.trackers: list[Any] = []  # accelerate's GeneralTracker: name, tracker, log, finish
         self.file: Any = None
         self.screen = Screen(self._guard, total_samples)
@@ -112,6 +113,9 @@ class Report:
             if name != "none":
                 with self._guard(name):
                     self.trackers.append(TRACKERS[name](self))
+        with self._guard("wandb history"):
+            if self.held is not None and path.exists():
+                self._catch_up(path)
         with self._guard("progress bar"):
             self.screen.start()
         return self
@@ -238,16 +242,33 @@ class Report:
                 with contextlib.suppress(ValueError):
                     self._remember(json.loads(line))
 
+    def _catch_up(self, path: Path) -> None:
+        """Tell W&B what a kill took from it, and fill the window that the resumed run goes on with."""
+        (wandb,) = (tracker for tracker in self.trackers if tracker.name == "wandb")
+        self.last = dict.fromkeys(COUNTERS, 0)
+        self.window.__init__(self.window.weigh_by, self.last)
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            due = record["kind"] == "eval" or self.every.due(self.last, record)
+            if record["kind"] == "train":
+                self.window.add(record)
+                self.last = record
+                record = record | self.window.close() if due else record
+            if due:
+                self._track(record, [wandb])
+
     def _remember(self, record: dict[str, Any]) -> None:
         loss = record.get("eval_loss")
         self.eval_loss = loss
         if loss is not None:
             self.best_eval_loss = loss if self.best_eval_loss is None else min(loss, self.best_eval_loss)
 
-    def _track(self, record: dict[str, Any]) -> None:
+    def _track(self, record: dict[str, Any], trackers: list[Any] | None = None) -> None:
         """Numbers and reasons to every tracker that still works; they take no null and no lists."""
         values = {k: v for k, v in record.items() if isinstance(v, (int, float, str)) and k != "kind"}
-        for tracker in list(self.trackers):
+        for tracker in list(self.trackers if trackers is None else trackers):
+            if tracker.name == "wandb" and self.held and self.held(record["step"], record["kind"] == "eval"):
+                continue
             with self._guard(tracker.name, lambda tracker=tracker: self.trackers.remove(tracker)):
                 if tracker.name == "tensorboard":
                     tracker.log(values, step=record["step"])

@@ -48,6 +48,7 @@ class RunState:
     micro_batch_size: int | None = None  # most rows of a pass that memory allowed, None: the setting's
     regrow_at: float | None = None  # when it is doubled, in the unit of --micro_batch_regrow
     evaluated_at: int = 0  # step of the last evaluation
+    evaluation_owed: bool = False  # one was due and a signal came first
     best_eval_loss: float | None = None
     best_at: int = 0  # step that had it
     schedule: Any = None  # what the schedule's own state_dict() returned

@@ -12,6 +12,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptive.wandb_history import rows_held
+
 if TYPE_CHECKING:
     from adaptive.report import Report
 
@@ -68,6 +70,8 @@ def start_wandb(report: Report) -> Any:
         tracker.run.define_metric(name)
     tracker.run.define_metric("*", step_metric="step")
     report.wandb_run_id = tracker.run.id
+    if run_id:
+        report.held = rows_held(report.folder, tracker.run)
     if not tracker.run.disabled:
         report.sync_line = f"wandb sync {shlex.quote(str(Path(tracker.run.dir).parent))}"
     if not tracker.run.offline and tracker.run.url:  # silent keeps it back

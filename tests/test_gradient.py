@@ -22,7 +22,7 @@ from launching import audits, records
 import train
 from adaptive import scaling
 from adaptive.config import BadSetting, parse
-from adaptive.data import Share
+from adaptive.data import Share, Source
 from adaptive.engine import Engine
 from adaptive.evaluate import evaluate
 from adaptive.plan import Lengths, exact, plan_step, share
@@ -719,6 +719,14 @@ def test_empty_dataset_is_one_line(tmp_path):
     """R36. Mutation: no check: a traceback about `size=0`."""
     with pytest.raises(BadSetting, match="no rows") as said:
         run(tmp_path / "run", "Nothing")
+    assert "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("stream", [iter([{}]), range(3).__iter__(), map(dict, [])])
+def test_a_stream_is_refused_in_one_line(stream):
+    """R42. Mutation: no check: TypeError, object of type 'generator' has no len()."""
+    with pytest.raises(BadSetting, match="is a stream .*save_to_disk") as said:
+        Source("train", stream, 0, 0, 1, 0)
     assert "\n" not in str(said.value)
 
 

@@ -342,9 +342,11 @@ def test_wandb_has_every_record_also_after_a_resume_at_an_earlier_step(tmp_path,
     state = RunState(step=2, samples=8, tokens=80, seconds=4.0)
     with Report(config, accelerator, 100, state, run_id=report.wandb_run_id) as resumed:
         assert resumed.best_eval_loss == 1.0
-        train(resumed, range(3, 5))
+        train(resumed, range(3, 8))
     old, new = run_folders(tmp_path / "run")
-    assert_all_there(wandb_records(new)[0], logged[n_logged:])
+    later = [record for record in logged[n_logged:] if record["step"] > 5]
+    assert_all_there(wandb_records(new)[0], later)  # the others are there: each step comes once
+    assert [record["step"] for record in later] == [6, 6, 7]
     (started,) = [record for name, record in wandb_records(new)[1] if name == "run"]
     assert (started.run_id, started.resume) == (report.wandb_run_id, True)
     assert_all_there(wandb_records(old)[0], logged[:n_logged])

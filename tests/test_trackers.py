@@ -132,3 +132,44 @@ def test_the_sweep_file_is_what_wandb_reads():
         "print(load_sweep_config('recipes/sweep_wandb.yaml')['name'])"
     )
     assert run_python("-c", code).stdout.splitlines()[-1] == "batch size"
+
+
+@pytest.mark.slow
+def test_a_wandb_run_killed_twice_is_one_run_with_every_step_once(tmp_path):
+    """SIGKILL before the first checkpoint, then between two, W&B's last rows lost each time: segments of
+    one id, and together they hold each line of metrics.jsonl once, evaluations and means of windows too.
+
+    Mutations: the id in checkpoints only (another run); rows held not asked for (doubles); no `_catch_up`
+    (a gap: what W&B had not written).
+    """
+    folder = tmp_path / "run"
+    command = [sys.executable, "train.py", *FLAGS, "--report_to", "wandb", "--output_dir", str(folder)]
+    command += ["--log_every", "2 steps", "--eval_every", "50 steps", "--save_every", "300 steps"]
+    command += ["--max_steps", "700", "--num_train_epochs", "400", "--resume_from_checkpoint", "auto"]
+    metrics = folder / "metrics.jsonl"
+    for after in (150, 450):
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < after:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        time.sleep(1.1)  # W&B notices, and names folders by the second
+    saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
+    assert saved == ["step_300"], "the first kill came before a checkpoint, the second after one"
+    done = run_python(*command[1:])
+    assert done.returncode == 0, done.stderr
+
+    segments = [wandb_records(segment) for segment in run_folders(folder)]
+    assert len(segments) == 3 and len({started(others).run_id for _, others in segments}) == 1
+    history = [row for rows, _ in segments for row in rows]
+    evals = sorted(row["step"] for row in history if "eval_loss" in row)
+    assert evals == [record["step"] for record in records(folder, "eval")]
+    rows = {row["step"]: row for row in history if "eval_loss" not in row}
+    told = {record["step"]: record for record in records(folder)}
+    assert sorted(row["step"] for row in history if "eval_loss" not in row) == list(range(2, 701, 2))
+    for step, row in rows.items():
+        sizes = [told[k]["batch_size"] for k in (step - 1, step)]
+        losses = [told[k]["loss"] * n for k, n in zip((step - 1, step), sizes, strict=True)]
+        assert row["loss"] == pytest.approx(sum(losses) / sum(sizes))
