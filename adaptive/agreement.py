@@ -113,21 +113,19 @@ class Agreement:
         self._finish()
         rank, power = self.rank, 1 << (self.world_size.bit_length() - 1)
         above = rank + power if rank + power < self.world_size else None
-        sent = None
         if above is None:  # nothing to wait for: on its way while the caller does something else
-            sent = self._send(own, rank - power if rank >= power else rank ^ 1)
+            first = self._exchange(own, rank - power if rank >= power else rank ^ 1)
 
         def total() -> list:
             self._begun = None
             if rank >= power:
-                return self._receive(own, rank - power, sent).tolist()
-            value = own if above is None else combine(own, self._receive(own, above))
-            distance = 1
+                return first().tolist()
+            value, distance = own if above is None else combine(own, self._receive(own, above)), 1
             while distance < power:
-                partner = rank ^ distance
-                sending = sent if sent and distance == 1 else self._send(value, partner)
-                value = combine(value, self._receive(value, partner, sending))
-                distance *= 2
+                exchanged = (
+                    first if above is None and distance == 1 else self._exchange(value, rank ^ distance)
+                )
+                value, distance = combine(value, exchanged()), 2 * distance
             if above is not None:
                 self._send(value, above).wait()
             return value.tolist()
@@ -170,10 +168,23 @@ class Agreement:
     def _send(self, tensor: torch.Tensor, rank: int) -> Any:
         return dist.isend(tensor, rank, group=self.group)
 
-    def _receive(self, like: torch.Tensor, rank: int, sending: Any = None) -> torch.Tensor:
-        """What `rank` sent, of the shape of `like`; `sending` is over then too."""
+    def _receive(self, like: torch.Tensor, rank: int) -> torch.Tensor:
+        """What `rank` sent, of the shape of `like`."""
         received = torch.empty_like(like)
         dist.irecv(received, rank, group=self.group).wait()
-        if sending:
-            sending.wait()
         return received
+
+    def _exchange(self, tensor: torch.Tensor, rank: int) -> Callable[[], torch.Tensor]:
+        """Send to `rank` and get as much from it; the function that comes back waits for both.
+
+        Both begin now: gloo sends when the other side is ready to receive.
+        """
+        received, sending = torch.empty_like(tensor), self._send(tensor, rank)
+        receiving = dist.irecv(received, rank, group=self.group)
+
+        def wait() -> torch.Tensor:
+            receiving.wait()
+            sending.wait()
+            return received
+
+        return wait

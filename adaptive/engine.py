@@ -258,6 +258,7 @@ class Engine(Agreement):
         """After the passes: average the gradient over ranks. False where one of them ran out of memory:
         every rank is then as it was before the step.
         """
+        self._finish()  # a sum of totals that a starved rank did not ask for any more
         if self.apart and not self._reduce(self.starved is not None):
             self.drop()
             return False

@@ -165,7 +165,7 @@ def test_another_optimizer_is_refused_or_asked_for(tmp_path, capfd):
 
 
 def test_a_checkpoint_cannot_run_code(tmp_path):
-    """R56. A pickle in place of training.pt, of the right size: refused in one line, and not run.
+    """R56. A pickle in place of training.pt, its manifest forged: refused in one line, and not run.
 
     Mutation: weights_only=False.
     """
@@ -180,6 +180,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     (trap / "training.pt").write_bytes(pickle.dumps(Trap()))
     manifest = json.loads((trap / "manifest.json").read_text())
     manifest["files"]["training.pt"] = (trap / "training.pt").stat().st_size
+    manifest["checksums"].pop("training.pt", None)
     (trap / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(BadSetting, match="training.pt holds more than tensors"):
         run(folder, "--resume_from_checkpoint", "auto")
