@@ -4,7 +4,7 @@
     accelerate launch --config_file accelerate_configs/cpu_ddp.yaml benchmarks/step_overhead.py
 
 64 rows of 128 tokens of the embedded data per process and step, in one pass. The model is one number per
-token id; what it costs all the same (its forward, the backward and the all-reduce of the gradient, the optimizer's
+token id; what it costs all the same (its forward, the backward and the gradient's all-reduce, the optimizer's
 step) is timed where it happens and subtracted. What stays is the template's: decide, agree, plan, fetch,
 collate, scale, the gradient's norm, the fused reduction, the record in metrics.jsonl. Trackers are off.
 Times are rank 0's. Each part is the time inside functions of that name without the parts inside them;
@@ -92,7 +92,8 @@ class Parts:
             (CausalLM, "collate", "collate"), (CausalLM, "items", "count"),
             (CausalLM, "token_counts", "count"),
             (engine, "open_step", "agree on tokens"), (torch.nn.Module, "__call__", "forward"),
-            (engine, "backward", "backward"), (engine, "_reduce", "backward"), (AcceleratedOptimizer, "step", "optimizer"),
+            (engine, "backward", "backward"), (engine, "_reduce", "backward"),
+            (AcceleratedOptimizer, "step", "optimizer"),
             (AcceleratedOptimizer, "zero_grad", "optimizer"), (engine, "squared_norm", "gradient norm"),
             (engine, "sum", "fused reduction"), (train, "train_record", "record"),
             (train.signals, "after_step", "record"), (train.Report, "train", "write"),
