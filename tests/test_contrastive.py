@@ -10,7 +10,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from launching import records
+from launching import ROOT, records
 from PIL import Image
 from test_gradient import QUIET, as_rank, distance, gradients, prepared, reset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -341,3 +341,16 @@ def test_an_image_folder_is_read_as_one(folder):
     pixels = np.asarray(rows.train[0]["first_pixels"]).reshape(3, 32, 32)
     shade = Image.new("RGB", (1, 1), corpus.train[0]["target"].split()[-2]).getpixel((0, 0))
     assert (pixels == np.array(shade)[:, None, None]).all()
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_to_find_docstrings(tmp_path):
+    """97 validation pairs, both ways: chance is 0.05 +- 0.016; measured 0.16.
+
+    Mutation: `embeddings.mean(dim=0)` not taken off in `centred`: 0.06 to 0.07.
+    """
+    reset()
+    train.main(parse(["--config", str(ROOT / "recipes" / "stdlib_contrastive.yaml"), "--report_to", "none",
+                      "--output_dir", str(tmp_path)]))  # fmt: skip
+    assert records(tmp_path, "eval")[-1]["eval_recall_at_5"] > 0.11
+    assert {r["target_batch_size/code"] for r in records(tmp_path)[:-1]} == {11.2}
