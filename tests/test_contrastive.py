@@ -75,6 +75,12 @@ def side_by_hand(encoder, head, ids: np.ndarray) -> tuple[torch.Tensor, torch.Te
     return loss, state / state.norm()
 
 
+def centred_by_hand(side: list[torch.Tensor], pairs: list[int]) -> list[torch.Tensor]:
+    """Directions from the mean over the pairs; one alone has none."""
+    mean = sum(side[at] for at in pairs) / max(1, len(pairs))
+    return [(x - mean) / (x - mean).norm() if len(pairs) > 1 else x for x in side]
+
+
 def losses_by_hand(model: TwoEncoders, rows: list[dict], scale: float) -> list[torch.Tensor]:
     """l_i of equation (1), in one go."""
     own, a, b = [], [], []
@@ -87,6 +93,7 @@ def losses_by_hand(model: TwoEncoders, rows: list[dict], scale: float) -> list[t
     warmth = torch.exp(2 * model.log_scale[0])
     pairs = [at for at, row in enumerate(rows) if row["pair"] >= 0]
     losses = list(own)
+    a, b = (centred_by_hand(side, pairs) for side in (a, b))
     for i in pairs:
         among = [j for j in pairs if j == i or rows[j]["pair"] != rows[i]["pair"]]
         for one, other in ((a, b), (b, a)):
@@ -226,6 +233,7 @@ def test_retrieval_by_hand_for_every_evaluation_batch(monkeypatch, pool, at_once
         a, b = (torch.stack([side_by_hand(*side, row[name])[1] for row in among]) for side, name in (
             ((model.first, model.first_head), "first_ids"), ((model.second, model.second_head), "second_ids")
         ))  # fmt: skip
+        a, b = (torch.stack(centred_by_hand(list(x), list(range(len(x))))) for x in (a, b))
         near = (torch.exp(2 * model.log_scale[0]) * a @ b.T).detach().numpy()
         for way, i in itertools.product((near, near.T), range(len(among))):
             others = [j for j in range(len(among)) if among[j]["pair"] != among[i]["pair"]]
@@ -337,14 +345,12 @@ def test_an_image_folder_is_read_as_one(folder):
 
 @pytest.mark.slow
 def test_the_recipe_learns_to_find_docstrings(tmp_path):
-    """97 validation pairs: chance is 1 % at 1 and 5 % at 5.
+    """97 validation pairs, both ways: chance is 0.05 +- 0.016; measured 0.16.
 
-    Mutation: --contrastive_scale 0, or surrogate zeroed: about chance.
+    Mutation: `embeddings.mean(dim=0)` not taken off in `centred`: 0.06 to 0.07.
     """
     reset()
     train.main(parse(["--config", str(ROOT / "recipes" / "stdlib_contrastive.yaml"), "--report_to", "none",
                       "--output_dir", str(tmp_path)]))  # fmt: skip
-    last = records(tmp_path, "eval")[-1]
-    assert last["eval_recall_at_5"] > 0.15 and last["eval_recall_at_1"] > 0.03
-    target = {r["target_batch_size/code"] for r in records(tmp_path)}
-    assert 11.2 in target
+    assert records(tmp_path, "eval")[-1]["eval_recall_at_5"] > 0.11
+    assert {r["target_batch_size/code"] for r in records(tmp_path)[:-1]} == {11.2}

@@ -7,7 +7,8 @@ both. Whatever its side, a sample that has both texts is a pair of the step, and
 
     l_i = own_i + s c_i,    c_i = -1/2 log softmax_j(a_i b_j)[i] - 1/2 log softmax_j(b_i a_j)[i]           (1)
 
-with s --contrastive_scale (0.1), and j over all pairs of the step, whoever computes them. Its weight w_i is
+with s --contrastive_scale (0.1), and j over all pairs of the step, whoever computes them; a and b are the
+embeddings without their means over these pairs, at one length. Its weight w_i is
 that of scaling.py, as for every sample; own_i is a mean over tokens, so --normalize_by changes nothing. Pairs
 with the same second text are no negatives of each other. How many negatives there are follows n, not G: of
 this rounding is a part, and the loss of a step with one pair has no contrastive part. (The passes of a step
@@ -174,7 +175,7 @@ class Contrastive(Task):
         """
         sums, n = dict.fromkeys(("contrastive", *(f"recall_at_{k}" for k in FOUND_AT)), 0.0), 0
         for rows, pairs in zip(values["embeddings"].split(POOL), values["pair"].split(POOL), strict=True):
-            rows, pairs = rows[pairs >= 0], pairs[pairs >= 0]
+            rows, pairs = centred(rows[pairs >= 0]), pairs[pairs >= 0]
             n += len(pairs)
             for a, b in (rows.unbind(dim=1), rows.unbind(dim=1)[::-1]):
                 for at in range(0, len(pairs), AT_ONCE):
@@ -201,9 +202,18 @@ def similarities(
     return (a @ b.T).masked_fill(same, -torch.inf)
 
 
+def centred(embeddings: torch.Tensor) -> torch.Tensor:
+    """(P, 2, d) -> each side without its mean over the pairs, at the length it had.
+
+    Means over a text's tokens are nearly alike in all texts: by their cosines alone nothing would be learned.
+    """
+    apart = embeddings - embeddings.mean(dim=0)
+    return F.normalize(apart, dim=2, eps=1e-6) * embeddings.norm(dim=2, keepdim=True)
+
+
 def pair_losses(embeddings: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """(P, 2, d), (P,) -> c (P,) of equation (1)."""
-    own = torch.arange(len(pairs), device=pairs.device)
+    own, embeddings = torch.arange(len(pairs), device=pairs.device), centred(embeddings)
     near = similarities(embeddings[:, 0], embeddings[:, 1], pairs, pairs, own)
     return (F.cross_entropy(near, own, reduction="none") + F.cross_entropy(near.T, own, reduction="none")) / 2
 

@@ -41,6 +41,9 @@ class TwoEncoders(torch.nn.Module):
         kind, widths = first.dtype, [encoder.config.hidden_size for encoder in (first, second)]
         head = partial(torch.nn.Linear, out_features=min(widths), bias=False, dtype=kind)
         self.first_head, self.second_head = head(widths[0]), head(widths[1])
+        if first.config.to_dict() == second.config.to_dict():  # alike at first: so are then like texts
+            second.load_state_dict(first.state_dict())
+            self.second_head.load_state_dict(self.first_head.state_dict())
         self.log_scale = torch.nn.Parameter(torch.full((1,), math.log(1 / 0.07) / 2, dtype=kind))
 
     def forward(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
