@@ -15,6 +15,7 @@ To add a backend: a subclass with these verbs, and a file in accelerate_configs/
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import random
@@ -258,9 +259,10 @@ class Engine(Agreement):
     def load_state(self, folder: Path, manifest: dict[str, Any]) -> None:
         """Inverse of `save_state`, on any number of processes."""
         self._same_kind(folder, manifest)
-        held = torch.load(folder / "training.pt", map_location="cpu", weights_only=True)
+        held = torch.load(folder / "training.pt", map_location="cpu", weights_only=True, mmap=True)
         self.module.load_state_dict(held["model"])
-        self.optimizer.load_state_dict(held["optimizer"])
+        # A copy: the optimizer keeps the tensors it is given, and the file will be pruned.
+        self.optimizer.load_state_dict(copy.deepcopy(held["optimizer"]))
         if self.accelerator.scaler is not None and "scaler" in held:
             self.accelerator.scaler.load_state_dict(held["scaler"])
 
