@@ -132,9 +132,9 @@ class Checkpoints:
         output = self.config.output
         whole = [path for _, path in sorted(_numbered(self.folder))]
         best = sorted((loss, path) for path in whole if (loss := eval_loss(path)) is not None)
-        kept = {*whole[-output.keep_last :], *(path for _, path in best[: output.keep_best]), self.opened}
+        kept = {*whole[-output.keep_last :], *(path for _, path in best[: output.keep_best])}
         for path in whole:
-            if path not in kept:
+            if path not in kept and path.resolve() != self.opened:
                 shutil.rmtree(path, ignore_errors=True)
 
     def resume(self, fresh: RunState) -> RunState:
@@ -171,7 +171,8 @@ class Checkpoints:
         if self.engine.is_main:
             for line in changes(manifest["config"], self.config.flat(), state.size):
                 print(line, flush=True)
-        self._go_back(state.step)
+        if self._go_back(state.step):
+            state.evaluated_at, state.evaluation_owed = state.step, False
         return state
 
     def _same_optimizer(self, manifest: dict[str, Any]) -> None:
@@ -182,9 +183,10 @@ class Checkpoints:
                 "same, or write --weights_only to start the optimizer afresh"
             )
 
-    def _go_back(self, step: int) -> None:
+    def _go_back(self, step: int) -> bool:
         """Collective: `step` is the last one. Its records end there, on every number of processes that wrote
-        some, and checkpoints of later steps no longer count.
+        some, and checkpoints of later steps no longer count. Whether `step` has its evaluation among them,
+        which the run's last one comes to after the checkpoint is written.
         """
         output, rank = self.folder.parent, self.engine.rank
         own = [output / "audit" / f"rank{rank}.jsonl"]
@@ -197,7 +199,7 @@ class Checkpoints:
                     print(f"{path} is not part of this run any more: kept as {_set_aside(path)}", flush=True)
         for path in own:
             cut_back(path, step)
-        self.engine.wait()
+        return self.engine.from_rank0(lambda: _is_evaluated(output / "metrics.jsonl", step))
 
     def _choose(self, wanted: str) -> str | None:
         if wanted == "auto":
@@ -290,6 +292,11 @@ def cut_back(path: Path, step: int) -> None:
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
     paths = folder.iterdir() if folder.is_dir() else []
     return [(int(found[1]), path) for path in paths if (found := STEP.match(path.name)) and path.is_dir()]
+
+
+def _is_evaluated(path: Path, step: int) -> bool:
+    lines = path.read_text().splitlines()[-2:] if path.exists() else []
+    return any(record["kind"] == "eval" and record["step"] == step for record in map(json.loads, lines))
 
 
 def _set_aside(path: Path) -> Path:

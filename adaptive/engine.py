@@ -18,6 +18,7 @@ To add a backend: a subclass with these verbs, and a file in accelerate_configs/
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import hashlib
 import os
@@ -31,6 +32,7 @@ import threading
 import time
 import warnings
 import weakref
+import zipfile
 from collections.abc import Callable, Iterator, Set
 from datetime import timedelta
 from pathlib import Path
@@ -451,7 +453,8 @@ class Engine(Agreement):
         self._same_kind(folder, manifest)
         held = _opened(folder / "training.pt")
         self.module.load_state_dict(held["model"])
-        self.optimizer.load_state_dict(held["optimizer"])
+        # A copy: the optimizer keeps the tensors it is given, and the file will be pruned.
+        self.optimizer.load_state_dict(copy.deepcopy(held["optimizer"]))
         if self.accelerator.scaler is not None and "scaler" in held:
             self.accelerator.scaler.load_state_dict(held["scaler"])
 
@@ -705,7 +708,8 @@ class DeepSpeedEngine(Engine):
 def _opened(file: Path) -> dict[str, Any]:
     """Tensors and plain values; BadSetting where `file` would run code of its own."""
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        mapped = zipfile.is_zipfile(file)  # as torch writes them: read as needed, without a second copy
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise BadSetting(f"{file} holds more than tensors and is not opened ({reason})") from None

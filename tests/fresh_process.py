@@ -34,7 +34,7 @@ SCENARIOS = {  # runs that are saved after every step
     + ["--micro_batch_size", "2", "--beta_scaling", "half_life", "--lr_scaling", "adascale"],
     "sources": ["--task", f"{TASKS}:Few", "--dataset_name", "a", "b", "--source_sizes", "0.7", "1.6"],
     "reservoir": ["--task", f"{TASKS}:Few", "--participation", "reservoir"]
-    + ["--per_device_train_batch_size", "0.3", "--schedule", "constant()"],
+    + ["--per_device_train_batch_size", "0.7", "--schedule", "constant()"],
     "bernoulli": ["--task", f"{TASKS}:Few", "--participation", "bernoulli", "--batch_size", "1.4"],
 }
 N_STEPS = 12
@@ -141,8 +141,12 @@ def outcome(run: Path) -> dict:
     audit = [json.loads(line) for line in (run / "audit" / "rank0.jsonl").read_text().splitlines()]
     weights = torch.load(run / "model" / "weights.pt", weights_only=True)
     state = json.loads((newest(run) / "manifest.json").read_text())["state"]
-    for one in (*lines, state):
-        one.pop("seconds")
+    for one in (*lines, state, state["signals"]):  # the clock
+        for name in ("seconds", "step_seconds", "samples_per_second"):
+            one.pop(name, None)
+    for name in ("evaluated_at", "evaluation_owed"):  # the last evaluation may come after the last checkpoint
+        state.pop(name)
+    state["signals"].pop("eval_loss", None)
     return {
         "lines": lines, "audit": audit, "state": state,
         "weights": {name: tensor.tolist() for name, tensor in weights.items()},
@@ -170,6 +174,8 @@ def job_crashes(folder: Path, error: int | None = None, prepared: Path | None = 
         folder / "calm.txt"
     ).read_text()
     right, operations = outcome(calm), listing.read_text().splitlines()
+    if prepared:  # until its first checkpoint: the rest is as in any run
+        operations = operations[: operations.index("os.rename checkpoints/.step_2.partial") + 1]
     for number, operation in enumerate(operations, 1):
         if error and not operation.split(" ", 1)[1].removeprefix("of ").startswith("checkpoints"):
             continue

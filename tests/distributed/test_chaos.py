@@ -20,7 +20,7 @@ from adaptive.checkpoint import problem
 pytestmark = pytest.mark.slow
 TASKS = Path(__file__).with_name("chaos.py")
 COMMON = [
-    "--max_steps", "330", "--num_train_epochs", "99", "--save_every", "3 steps", "--eval_every", "25 steps",
+    "--max_steps", "240", "--num_train_epochs", "99", "--save_every", "3 steps", "--eval_every", "25 steps",
     "--report_to", "none", "--audit", "--learning_rate", "1e-2", "--micro_batch_size", "4",
 ]  # fmt: skip
 BITS = ["--task", f"{TASKS}:Bits", "--schedule", f"{TASKS}:Grows()", "--batch_size", "0.6"]
@@ -178,12 +178,12 @@ def test_killed_until_it_completes(name, tmp_path):
     Attempt(folder, processes, BITS).finish()
 
     assert set(processes_of(folder)) == set(processes_of(calm)) == {processes}
-    assert told(folder) == told(calm) and len(records(folder)) == 330
+    assert told(folder) == told(calm) and len(records(folder)) == 240
     assert audits(folder) == audits(calm) and list(audits(folder)) == list(range(processes))
     mine, theirs = weights(folder), weights(calm)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     left = {path.name for path in (folder / "checkpoints").iterdir()}
-    assert left >= {"step_327", "step_330"} and len(left) <= 3, "two, and the one resumed from"
+    assert left >= {"step_237", "step_240"} and len(left) <= 3, "two, and the one resumed from"
 
 
 def test_killed_while_the_number_of_processes_changes(tmp_path):
