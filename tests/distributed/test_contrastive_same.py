@@ -8,12 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 from launching import audits, launch, records
+from material import GPT2
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
 from adaptive.config import parse
+from adaptive.engine import weights_drawn_whole
+from adaptive.tasks.contrastive import Contrastive
+from adaptive.tasks.two_encoders import TwoEncoders
 
 HERE = Path(__file__).parent
+
+
+class Gpt2(Contrastive):
+    """The task with encoders of fp64."""
+
+    def model(self, config):
+        settings = GPT2["gpt2-tiny"] | {"vocab_size": 384}
+        with weights_drawn_whole():
+            encoders = [AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)) for _ in range(2)]
+        return TwoEncoders(*(encoder.double() for encoder in encoders))
 
 
 def jumping(step, current_size):
@@ -21,13 +36,18 @@ def jumping(step, current_size):
     return [0.9, 7.3, 1.4, 12.2][step % 4]
 
 
-RUN = ["--task", "contrastive", "--dataset_name", "code=stdlib", "docstring=stdlib", "--source_sizes", "0.7",
-       "1.3", "--schedule", f"{__file__}:jumping", "--batch_size", "7.3", "--max_steps", "20",
+RUN = ["--task", f"{__file__}:Gpt2", "--dtype", "float64", "--contrastive_scale", "0.5",
+       "--dataset_name", "code=stdlib", "docstring=stdlib", "--source_sizes", "0.7", "1.3",
+       "--schedule", f"{__file__}:jumping", "--batch_size", "7.3", "--max_steps", "20",
        "--optim", "sgd", "--learning_rate", "0.05", "--lr_scheduler_type", "constant", "--lr_scaling", "none",
        "--max_grad_norm", "0", "--sequence_length", "48", "--max_target_length", "32", "--source_weights",
-       "0.4", "0.6", "--contrastive_scale", "0.5", "--audit", "--check_agreement", "--report_to", "none",
+       "0.4", "0.6", "--audit", "--check_agreement", "--report_to", "none",
        "--eval_every", "never", "--save_every", "never"]  # fmt: skip
-LAYOUTS = {"cpu_ddp": "3", "cpu_zero2": "2", "cpu_zero3": "4"}  # micro-batch
+LAYOUTS = {  # micro-batch, tolerance: DeepSpeed steps in fp32, whatever the model computes in
+    "cpu_ddp": ("3", 1e-10),
+    "cpu_zero2": ("2", 1e-6),
+    "cpu_zero3": ("4", 1e-6),
+}
 
 pytestmark = pytest.mark.slow
 
@@ -49,26 +69,28 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_are_as_one(alone, tmp_path, layout):
-    """SGD in fp32, 20 steps of 0.9 to 12.2 samples, 35 % of the first source: every tensor to 1e-6.
+    """SGD in fp64, 20 steps of 0.9 to 12.2 samples, 35 % of the first source: losses and weights.
 
+    In fp32 the losses differ by up to 2e-6: embeddings that are nearly alike lose digits without their mean.
     Mutation: the pairs of this process alone in `before_passes` (the loss of a step: 6e-2).
     """
-    runs = [[*RUN, "--output_dir", str(tmp_path / "run"), "--micro_batch_size", LAYOUTS[layout],
-             "--self_check", "9", "--per_device_eval_batch_size", "5"]]  # fmt: skip
-    launch(layout, 2, HERE / "several_runs.py", json.dumps(runs), ADAPTIVE_TIMEOUT_MINUTES="1")
+    micro, tolerance = LAYOUTS[layout]
+    more = ["--micro_batch_size", micro, "--self_check", "9", "--per_device_eval_batch_size", "17"]
     folder = tmp_path / "run"
+    runs = [[*RUN, *more, "--output_dir", str(folder)]]
+    launch(layout, 2, HERE / "several_runs.py", json.dumps(runs), ADAPTIVE_TIMEOUT_MINUTES="1")
     assert list(audits(folder)) == [0, 1], "another number of processes ran"
     ours, theirs = records(folder), records(alone)
     assert len(ours) == len(theirs) == 20
     assert {0, 1} < {r["batch_size"] for r in ours}, "no step of one rank alone"
     for a, b in zip(ours, theirs, strict=True):
         assert (a["positions"], a["batch_size"]) == (b["positions"], b["batch_size"])
-        assert a["loss"] == b["loss"] or a["loss"] == pytest.approx(b["loss"], rel=1e-6)
-    assert all(r["self_check"] < 1e-5 for r in ours if "self_check" in r)
-    for a, b in zip(records(folder, "eval"), records(alone, "eval"), strict=True):
-        assert a["eval_loss"] == pytest.approx(b["eval_loss"], rel=1e-5)
-        assert a["eval_recall_at_5"] == pytest.approx(b["eval_recall_at_5"], abs=0.011)  # a tie of rounding
+        assert a["loss"] == b["loss"] or a["loss"] == pytest.approx(b["loss"], rel=tolerance)
+    assert all(r["self_check"] < tolerance for r in ours if "self_check" in r)
+    (a,), (b,) = records(folder, "eval"), records(alone, "eval")
+    for name in ("eval_loss", "eval_recall_at_1", "eval_recall_at_5"):
+        assert a[name] == pytest.approx(b[name], rel=tolerance)
     mine, whole = weights(folder), weights(alone)
     assert mine.keys() == whole.keys()
-    apart = max(float((mine[n] - whole[n]).norm() / whole[n].norm()) for n in whole)
-    assert apart < 1e-6
+    squares = [((mine[n] - whole[n]).square().sum(), whole[n].square().sum()) for n in whole]
+    assert float((sum(s for s, _ in squares) / sum(t for _, t in squares)).sqrt()) < tolerance
