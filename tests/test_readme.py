@@ -22,7 +22,7 @@ LINES = [
     for line in block.splitlines()
     if line
 ]
-COMMANDS = [line for line in LINES if not "pytest" in line]
+COMMANDS = [line for line in LINES if "pytest" not in line]
 TOOLS = [line for line in COMMANDS if "-m adaptive.tools." in line]  # run in order: later ones need earlier
 EXAMPLES = re.findall(r"```python\n(# (\w+\.py) +(--.*?)\n.*?)```", README, re.DOTALL)
 QUICK = ["--max_samples", "200", "--report_to", "none", "--max_steps", "40"]
