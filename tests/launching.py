@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+LEAKS = ("ACCELERATE_", "FSDP_", "WANDB_SERVICE")
 SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -20,8 +21,10 @@ SETTINGS = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The caller's, without accelerate's variables, which would leak from one launch into another."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+    """The caller's, without the variables of accelerate and W&B, which would leak from one launch into
+    another: a run told of the caller's W&B service writes no file of its own.
+    """
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(LEAKS)}
     kept["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), kept.get("PYTHONPATH", "")])
     return kept | SETTINGS | more
 
