@@ -16,8 +16,6 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT, environment
 from quadratic import NOISE
-from test_report import wandb_records
-from test_trackers import started
 
 import train
 from adaptive.config import BadSetting, parse
@@ -243,9 +241,5 @@ def test_a_search_that_is_killed_twice_goes_on(tmp_path):
     for name in names:
         assert inspect_run([str(folder / name), "--verify"]) == 0
         assert {start["world_size"] for start in lines(folder / name / "starts.jsonl")} == {2}
-    files = folder.glob("*/wandb/offline-run-*/*.wandb")  # none where the kill came before W&B wrote one
-    runs = [wandb_records(path.parent)[1] for path in files]
-    runs += [others := wandb_records(path.parent)[1] for path in folder.glob("wandb/offline-run-*/*.wandb")]
-    assert len(runs) >= 4 and {started(run).run_group for run in runs} == {"search"}
     logged = " ".join(path.name for path in folder.rglob("wandb/**/media/**/*") if path.is_file())
-    assert ".png" in logged and ".table.json" in logged and others
+    assert ".png" in logged and ".table.json" in logged
