@@ -17,6 +17,7 @@ To add a backend: a subclass with these verbs, and a file in accelerate_configs/
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import gc
@@ -67,7 +68,9 @@ class Engine(Agreement):
 
     stage = 0  # of ZeRO
     sharded = False  # whether squared_norm() is this rank's part of a sum over ranks
-    _watched = _told = False  # this process hears, and has said, why the run stops
+    _told = False  # this process has said why the run stops
+    _watcher: threading.Thread | None = None  # by which it hears why
+    _leaving = threading.Event()
     repeats = True  # whether a step that ran out of memory on one rank can be dropped and run again
 
     @classmethod
@@ -306,8 +309,7 @@ class Engine(Agreement):
 
     def _watch(self) -> None:
         """A rank that waits for one that ran out of memory ends soon, with its line, on every backend."""
-        while True:
-            time.sleep(1)
+        while not self._leaving.wait(1):
             try:
                 word = self._last_word()
             except Exception:  # the store went with the run
@@ -487,9 +489,11 @@ class Engine(Agreement):
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
                 signal.signal(number, self._asked)
-        if self.world_size > 1 and not Engine._watched:
-            Engine._watched = True
-            threading.Thread(target=self._watch, daemon=True).start()
+        if self.world_size > 1 and Engine._watcher is None:
+            Engine._leaving.clear()
+            Engine._watcher = threading.Thread(target=self._watch, daemon=True)
+            Engine._watcher.start()
+            atexit.register(Engine._rest)  # a thread that the interpreter ends inside the store aborts it
 
     def _asked(self, number: int, frame: Any) -> None:
         self.stop_asked = True
@@ -500,8 +504,16 @@ class Engine(Agreement):
         self._started = time.monotonic() - seconds
 
     @staticmethod
+    def _rest() -> None:
+        if Engine._watcher is not None:
+            Engine._leaving.set()
+            Engine._watcher.join(LINGER_SECONDS)
+            Engine._watcher = None
+
+    @staticmethod
     def leave() -> None:
         """Close the process group, at the end of the program."""
+        Engine._rest()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from launching import ROOT, environment
 from quadratic import NOISE
+from test_report import wandb_records
 
 import train
 from adaptive.config import BadSetting, parse
@@ -241,5 +242,9 @@ def test_a_search_that_is_killed_twice_goes_on(tmp_path):
     for name in names:
         assert inspect_run([str(folder / name), "--verify"]) == 0
         assert {start["world_size"] for start in lines(folder / name / "starts.jsonl")} == {2}
+    files = list(folder.rglob("wandb/offline-run-*/*.wandb"))  # a kill may leave one without a record
+    told = [pair for path in files for pair in wandb_records(path.parent)[1]]
+    runs = [record for name, record in told if name == "run"]
+    assert len({run.run_id for run in runs}) == 4 and {run.run_group for run in runs} == {"search"}
     logged = " ".join(path.name for path in folder.rglob("wandb/**/media/**/*") if path.is_file())
     assert ".png" in logged and ".table.json" in logged

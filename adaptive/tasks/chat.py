@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from adaptive.config import BadSetting
 
 
@@ -31,12 +33,15 @@ def _encoded(rows: dict[str, list], tokenizer: Any, length: int) -> dict[str, li
 def supervised(messages: list[dict], tokenizer: Any) -> tuple[list[int], list[int]]:
     """(tokens, labels) of one conversation; labels are -100 outside the assistant's messages."""
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
-    if tokenizer.is_fast and "generation %}" in tokenizer.chat_template:
-        told = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return _labelled(told["input_ids"], told["assistant_masks"])
-    whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    spans = [answer_span(messages, at, whole, tokenizer) for at, m in enumerate(messages)
-             if m["role"] == "assistant"]  # fmt: skip
+    if "generation %}" in tokenizer.chat_template:
+        (whole,), (spans,) = render_jinja_template(
+            [messages], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
+            **tokenizer.special_tokens_map,
+        )  # fmt: skip
+    else:
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        spans = [answer_span(messages, at, whole, tokenizer) for at in answers]
     if tokenizer.is_fast:
         told = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         inside = [any(a <= start and stop <= b for a, b in spans) and stop > start
