@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from launching import run_python
+from launching import launch, run_python
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +35,28 @@ def test_agreement(world_size, tmp_path):
         assert total == pytest.approx(math.fsum(parts), abs=1e-12 * max(map(abs, parts)))
 
 
+@pytest.mark.parametrize("leave", ["", "Engine.leave()"])
+def test_the_watching_thread_ends_before_the_process(leave, tmp_path):
+    """A thread that is always inside the store while two processes end, tidily or not: status 0.
+
+    Mutation: `_rest` that does nothing (exit status -6 without `leave`: "terminate called").
+    """
+    script = tmp_path / "leave.py"
+    script.write_text(WATCHED + leave)
+    done = launch("cpu_ddp", 2, script, timeout=120)
+    assert done.stdout.count("left by 2") == 2 and "terminate called" not in done.stderr
+
+
+WATCHED = """
+from adaptive.config import parse
+from adaptive.engine import Engine
+
+engine = Engine.start(parse(["--output_dir", "unused"]))
+Engine._leaving.wait = lambda seconds: Engine._leaving.is_set()
+engine.listen()
+engine.wait()
+print("left by", engine.world_size, flush=True)
+"""
 SCRIPT = """
 import json, random, sys
 from datetime import timedelta
