@@ -98,7 +98,7 @@ def _torch(name: str, **fixed) -> Callable[..., torch.optim.Optimizer]:
 def set_step(groups: list[dict], optim: Optim, rate: float, moment: SecondMoment | None) -> None:
     """By hand, before the step; a group's lr_factor (layer-wise decay) multiplies the rate.
 
-    With --beta_scaling half_life, Adam's settings as equation (6) of scaling.py has them.
+    With --beta_scaling half_life, Adam's settings as equation (7) of scaling.py has them.
     """
     moment = moment or SecondMoment(optim.adam_beta2, 1.0)
     for group in groups:

@@ -45,7 +45,7 @@ nothing else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the
 step. Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. AdaScale
 (Johnson et al. 2020): a step of S = M / base times the samples is worth the gain
 
-    r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) = (B / base + 1) / (B / M + 1)                          (5)
+    r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) = (B / base + 1) / (B / M + 1)                          (6)
 
 steps of the base size, with sigma^2 = tr(S) / base and mu^2 = |G|^2, so that sigma^2 / mu^2 is the noise
 scale B over the base size; between 1 and S. SGD's rate is multiplied by r, that of others by sqrt(r). Before
@@ -55,10 +55,10 @@ a noise scale is measured, a larger size has no gain and a smaller one loses all
 beta2' = beta2^(M / base), so that its half-life is the same number of *samples* at every size. The average
 of a constant g^2 is then v = g^2 (1 - prod beta2'_i), and Adam must divide by
 
-    1 - prod_i beta2'_i      where torch divides by 1 - beta2'^t with the last beta2' alone              (6)
+    1 - prod_i beta2'_i      where torch divides by 1 - beta2'^t with the last beta2' alone              (7)
 
 (a growth by 8 at step 201 would double its update). With f^2 the ratio of the two, f * lr, f * epsilon and
-weight_decay / f in torch's own formula are exactly Adam with (6), under any engine that calls it. (A
+weight_decay / f in torch's own formula are exactly Adam with (7), under any engine that calls it. (A
 parameter without a gradient in a whole step, which torch passes over, would count fewer updates.)
 
 Pure Python, no torch.
@@ -167,7 +167,7 @@ def parse_rule(text: str, optimizer: str = "adamw_torch") -> Callable[..., float
 
 
 def adascale_gain(ratio: float, base: float = 1.0, noise_scale: float | None = None) -> float:
-    """r of equation (5) at `ratio` = M / base; base and noise scale in samples."""
+    """r of equation (6) at `ratio` = M / base; base and noise scale in samples."""
     if noise_scale is None:
         return min(1.0, ratio)
     noise = noise_scale / base
@@ -176,7 +176,7 @@ def adascale_gain(ratio: float, base: float = 1.0, noise_scale: float | None = N
 
 @dataclass(frozen=True)
 class SecondMoment:
-    """Adam's second moment in one step: its beta2, and f of equation (6)."""
+    """Adam's second moment in one step: its beta2, and f of equation (7)."""
 
     beta2: float
     factor: float

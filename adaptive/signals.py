@@ -143,7 +143,7 @@ def _source_sums(
     if by_tokens:
         weights = counts
     else:
-        weights, sums = (counts > 0).long(), sums / counts.clamp(min=1).to(sums.device)
+        weights, sums = (counts > 0).long(), sums / counts.clamp(min=1).to(sums.device, non_blocking=True)
     return [int(part.sum()) for part in weights.split(parts)], [part.sum() for part in sums.split(parts)]
 
 
@@ -152,7 +152,7 @@ def _difficulty(own: Any, losses: list, items: list) -> list:
     n, sums = len(own.rows), torch.cat(losses).double()
     if own.difficulty is not None:
         return [torch.tensor(sum(own.difficulty), dtype=torch.float64, device=sums.device), n]
-    counts = torch.cat(items)[:n].to(sums.device)
+    counts = torch.cat(items)[:n].to(sums.device, non_blocking=True)
     hard = -torch.expm1(-sums[:n] / counts.clamp(min=1))
     return [torch.where(counts > 0, hard, 0.0).sum(), sum(int((count > 0).sum()) for count in items)]
 

@@ -84,6 +84,12 @@ def records(folder: Path, kind: str = "train") -> list[dict]:
     return [line for line in lines if line["kind"] == kind]
 
 
+def decisions(lines: list[dict]) -> list[list]:
+    """What each step was, without what it measured: equal however a run is cut."""
+    fields = "step updates samples tokens positions batch_size weight skipped carry".split()
+    return [[line[name] for name in fields] for line in lines]
+
+
 def audits(folder: Path) -> dict[int, list[dict]]:
     """rank -> its audit lines; which ranks wrote one says how many processes ran."""
     files = {int(p.stem.removeprefix("rank")): p for p in (folder / "audit").glob("rank*.jsonl")}

@@ -284,7 +284,7 @@ ADAM = {"adam_beta1": 0.9, "adam_beta2": 0.99, "adam_epsilon": 1e-3, "learning_r
 
 
 class ByHand:
-    """AdamW with the correction of equation (6), written out."""
+    """AdamW with the correction of equation (7), written out."""
 
     def __init__(self, weights, optim: Optim):
         self.w, self.optim = weights.clone(), optim

@@ -23,6 +23,9 @@ def settled(size: float, current_size: float, margin: float) -> float:
     return size if abs(size - current_size) > margin * current_size else current_size
 
 
+KEPT = 100
+
+
 @dataclass
 class gradient_memory:  # noqa: N801 (named as it is written on the command line)
     """Halve when the gradient norm or the memory in use is high, double when it is low; memory wins.
@@ -40,7 +43,7 @@ class gradient_memory:  # noqa: N801 (named as it is written on the command line
     low_memory: float = 0.4
     quiet: int = 100
     wait: int = 10
-    history: list = field(default_factory=list)  # [step, size] of every change
+    history: list = field(default_factory=list)  # [step, size] of the last KEPT changes
 
     def __call__(self, step, current_size, grad_norm=None, memory_usage=None):
         if step < self.quiet or (self.history and step - self.history[-1][0] < self.wait):
@@ -50,7 +53,7 @@ class gradient_memory:  # noqa: N801 (named as it is written on the command line
         factor = by_memory if by_memory != 1 else by_norm
         size = min(max(current_size * factor, self.smallest), self.largest)
         if size != current_size:
-            self.history.append([step, size])
+            self.history = [*self.history, [step, size]][-KEPT:]  # it travels with every decision
         return size
 
     def state_dict(self):
