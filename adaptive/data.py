@@ -111,11 +111,8 @@ class Share:
 
     def group_totals(self, items: list[torch.Tensor]) -> list[int]:
         """This rank's supervised items in each group; `items`: (rows,) of each pass."""
-        counts = torch.cat(items)[: len(self.rows)]
-        if len(self.sizes) == 1:
-            return [int(counts.sum())]
-        groups = torch.tensor(self.groups, dtype=torch.int64)
-        return torch.zeros(len(self.sizes), dtype=torch.int64).index_add(0, groups, counts).tolist()
+        counts = torch.cat(items)[: len(self.rows)].numpy()
+        return [int(counts[np.equal(self.groups, group)].sum()) for group in range(len(self.sizes))]
 
     def loss_scales(
         self, items: list[torch.Tensor], totals: list[int] | None, world_size: int
@@ -124,17 +121,17 @@ class Share:
 
         totals: items of each group over all ranks, None where samples weigh alike (scaling.py).
         """
-        scales = torch.zeros(sum(map(len, items)), dtype=torch.float64)
-        n, weights = len(self.rows), torch.tensor(self.weights, dtype=torch.float64)
+        n, counts = len(self.rows), torch.cat(items).numpy()
         if totals is None:
-            scales[:n] = scaling.loss_scale(1.0, self.size, world_size, None) * weights
-            scales /= torch.cat(items).clamp(min=1)
+            units = [scaling.loss_scale(1.0, self.size, world_size, None)] * len(self.sizes)
+            parts = np.maximum(counts[:n], 1)
         else:
-            units = [
-                scaling.loss_scale(1.0, n, world_size, t) for n, t in zip(self.sizes, totals, strict=True)
-            ]
-            scales[:n] = torch.tensor(units, dtype=torch.float64)[self.groups] * weights
-        return scales.split([len(count) for count in items])
+            pairs = zip(self.sizes, totals, strict=True)
+            units = [scaling.loss_scale(1.0, size, world_size, total) for size, total in pairs]
+            parts = 1
+        scales = np.zeros(len(counts))  # by NumPy: a few times faster on so few numbers
+        scales[:n] = np.array(units)[self.groups] * self.weights / parts
+        return torch.from_numpy(scales).split([len(count) for count in items])
 
 
 class Source:

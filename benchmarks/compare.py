@@ -58,10 +58,11 @@ def template() -> None:
 def material() -> tuple:
     """(model, rows in torch's format): what the others train."""
     from adaptive.config import parse
+    from adaptive.data import load
     from adaptive.tasks import load_task
 
     config, task = parse(["--output_dir", "unused"]), load_task("causal_lm")
-    rows = task.load(config).train.with_format("torch")
+    rows = load(task, config).train["train"].with_format("torch")
     return task.model(config), rows.select(range(len(rows) - 1))  # the last row is shorter
 
 

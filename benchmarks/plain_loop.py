@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import train
 from adaptive.config import parse
+from adaptive.data import load
 from adaptive.optim import build_optimizer
 from adaptive.tasks import load_task
 
@@ -37,7 +38,7 @@ class Plain:
 
     def build(self) -> None:
         config, task = parse(["--output_dir", "unused"]), load_task("causal_lm")
-        rows = task.load(config).train.with_format("torch")
+        rows = load(task, config).train["train"].with_format("torch")
         rows = rows.select(range(len(rows) - 1))  # all but the last have 128 tokens, as default_collate needs
         self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
         model = task.model(config)

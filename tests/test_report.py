@@ -282,6 +282,8 @@ def wandb_records(folder):
             at += 32768 - at % 32768
             continue
         _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        if at + 7 + length > len(data):  # cut short by a kill, or being written
+            break
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
@@ -294,6 +296,16 @@ def wandb_records(folder):
             else:
                 others.append((name, getattr(record, name)))
     return history, others
+
+
+def ended_records(folder):
+    """`wandb_records` of a run that was finished: W&B may write its file after `finish`."""
+    deadline = time.monotonic() + 60
+    while True:
+        history, others = wandb_records(folder)
+        if "exit" in [name for name, _ in others] or time.monotonic() > deadline:
+            return history, others
+        time.sleep(0.05)
 
 
 def run_folders(folder):
@@ -328,7 +340,7 @@ def test_wandb_has_every_record_also_after_a_resume_at_an_earlier_step(tmp_path,
         report.window = Window("tokens", report.last)
         train(report, range(3, 5))
     (folder,) = run_folders(tmp_path / "run")
-    history, others = wandb_records(folder)
+    history, others = ended_records(folder)
     assert_all_there(history, logged)
     assert [row["step"] for row in history] == [1, 2, 2, 3, 4, 4, 5, 3, 4, 4]
     assert_described(others, config)
@@ -345,11 +357,11 @@ def test_wandb_has_every_record_also_after_a_resume_at_an_earlier_step(tmp_path,
         train(resumed, range(3, 8))
     old, new = run_folders(tmp_path / "run")
     later = [record for record in logged[n_logged:] if record["step"] > 5]
-    assert_all_there(wandb_records(new)[0], later)  # the others are there: each step comes once
+    assert_all_there(ended_records(new)[0], later)  # the others are there: each step comes once
     assert [record["step"] for record in later] == [6, 6, 7]
-    (started,) = [record for name, record in wandb_records(new)[1] if name == "run"]
+    (started,) = [record for name, record in ended_records(new)[1] if name == "run"]
     assert (started.run_id, started.resume) == (report.wandb_run_id, True)
-    assert_all_there(wandb_records(old)[0], logged[:n_logged])
+    assert_all_there(ended_records(old)[0], logged[:n_logged])
 
 
 def assert_described(others, config):
@@ -377,7 +389,7 @@ def test_a_failed_run_is_marked_failed(tmp_path, accelerator):
     with pytest.raises(RuntimeError), Report(config, accelerator, 100) as report:
         report.train(step(1, 4, 4, 2.0))
         raise RuntimeError("boom")
-    _, others = wandb_records(run_folders(tmp_path / "run")[0])
+    _, others = ended_records(run_folders(tmp_path / "run")[0])
     assert [record.exit_code for name, record in others if name == "exit"] == [1]
 
 
@@ -409,7 +421,7 @@ def test_an_unreachable_server_is_recorded_offline(tmp_path, accelerator, monkey
     with Report(settings(tmp_path / "run", report_to="wandb"), accelerator, 100) as report:
         report.train(step(1, 4, 4, 2.0))
     (folder,) = [folder for folder in run_folders(tmp_path / "run") if folder.name.startswith("offline")]
-    assert_all_there(wandb_records(folder)[0], [step(1, 4, 4, 2.0)])
+    assert_all_there(ended_records(folder)[0], [step(1, 4, 4, 2.0)])
     out, err = capsys.readouterr()
     assert err.count("warning: ") == 1 and "recording offline" in err
     assert out.splitlines()[-1] == f"wandb sync {folder}"
