@@ -26,13 +26,13 @@ from fractions import Fraction
 from typing import Any
 
 from adaptive.config import BadSetting, Batch, Config
-from adaptive.plan import Lengths, Pick, StepPlan, plan_step
+from adaptive.plan import Lengths, Pick, StepPlan, exact, plan_step
 
 
 def plan_with(config: Config, decision: dict[str, Any], state: Any, lengths: Lengths) -> StepPlan | None:
     """The plan of the next step for `decision` (schedules.decide); None when the run is over."""
     batch, seed, step = config.batch, config.run.seed, state.step + 1
-    target = {source: Fraction(size) for source, size in decision["targets"].items()}
+    target = {source: exact(size) for source, size in decision["targets"].items()}
     drawn = None
     if batch.participation == "bernoulli":
         drawn = {source: bernoulli(size, seed, source, step) for source, size in target.items()}

@@ -109,9 +109,10 @@ class Lengths:
         return min(1.0, max(shares))
 
 
-def exact(size: float | int | Fraction) -> Fraction:
-    """The decimal number a person wrote: 0.3 is 3/10, not the nearest binary fraction."""
-    return size if isinstance(size, Fraction) else Fraction(repr(size))
+@functools.lru_cache(maxsize=256)  # the same few sizes come at every step
+def exact(size: float | int | Fraction | str) -> Fraction:
+    """The decimal number a person wrote: 0.3 is 3/10, not the nearest binary fraction; or a text "p/q"."""
+    return Fraction(size if isinstance(size, (str, Fraction)) else repr(size))
 
 
 def plan_step(

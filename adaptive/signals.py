@@ -103,7 +103,7 @@ class Measured:
         if "memory_usage" in engine.wanted:  # a maximum, through a sum: one place for each rank
             slots = [0.0] * engine.world_size
             slots[engine.rank] = engine.memory_usage()
-        n_own = sum(int(count.sum()) for count in items)
+        n_own = sum(weighing) if by_tokens else sum(int(count.sum()) for count in items)
         sent = [own_square, n_own, inputs, padded, clock, engine.stop_asked, own_passes, *norms.sums]
         sent += [*weighing, *read, *difficulty[1:], *slots]
         square, n_items, inputs, padded, seconds, stops, *rest = engine.sum(sent)
@@ -144,6 +144,8 @@ def _source_sums(
         weights = counts
     else:
         weights, sums = (counts > 0).long(), sums / counts.clamp(min=1).to(sums.device, non_blocking=True)
+    if len(parts) == 1:
+        return [int(weights.sum())], [sums.sum()]
     return [int(part.sum()) for part in weights.split(parts)], [part.sum() for part in sums.split(parts)]
 
 

@@ -91,7 +91,7 @@ class Parts:
             (train.Data, "share", "fetch"),
             (CausalLM, "collate", "collate"), (CausalLM, "items", "count"),
             (CausalLM, "token_counts", "count"),
-            (engine, "open_step", "agree on tokens"), (torch.nn.Module, "__call__", "forward"),
+            (engine, "open_step", "agree on tokens"), (NoModel, "loss_sum", "forward"),
             (engine, "backward", "backward"), (engine, "_reduce", "backward"),
             (AcceleratedOptimizer, "step", "optimizer"),
             (AcceleratedOptimizer, "zero_grad", "optimizer"), (engine, "squared_norm", "gradient norm"),

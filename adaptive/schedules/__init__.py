@@ -260,19 +260,27 @@ def decide(
         if batch.fraction == "participate":
             size = float(target / global_size(1.0, batch, state.world_size))
     by_flag = dict(zip(lengths.sources, map(exact, batch.source_sizes), strict=False))
-    parts = parts or by_flag or lengths.sources
-    shares = {source: Fraction(part) / sum(parts.values()) for source, part in parts.items()}
+    shares = _shares(parts or by_flag or lengths.sources)
     if clamped:
         clamped = f"the schedule asks for more than {float(target):g} samples, which is held at {clamped}"
     return {
         "size": size,
         "target": str(target),
         "targets": {source: str(target * share) for source, share in shares.items()},
-        "sizes": {source: float(exact(size) * share) for source, share in shares.items()},
+        "sizes": {
+            source: float(exact(size) * share) if share != 1 else size for source, share in shares.items()
+        },
         "clamped": clamped,
         "schedule": schedule.state_dict(),
         "seconds": seconds,
     }
+
+
+def _shares(parts: dict[str, Any]) -> dict[str, Fraction | int]:
+    """{source: its share of the step}; 1 for a single one."""
+    if len(parts) == 1:
+        return dict.fromkeys(parts, 1)
+    return {source: Fraction(part) / sum(parts.values()) for source, part in parts.items()}
 
 
 def _by_source(

@@ -214,9 +214,9 @@ def _stack(values: list[Any], padding: float, width: int = 0) -> torch.Tensor:
     (rows, ...).
     """
     arrays = [np.asarray(value) for value in values]
-    longest = max((a.shape[0] for a in arrays if a.ndim), default=0)
-    longest = max(longest, width) if longest else 0
-    if any(a.ndim and a.shape[0] != longest for a in arrays):
+    lengths = [a.shape[0] for a in arrays if a.ndim]
+    longest = max(*lengths, width) if any(lengths) else 0
+    if lengths and min(lengths) < longest:
         arrays = [
             np.concatenate([a, np.full((longest - len(a), *a.shape[1:]), padding, a.dtype)]) for a in arrays
         ]

@@ -71,11 +71,10 @@ class CausalLM(Task):
 
     def collate(self, rows: list[dict]) -> dict[str, torch.Tensor]:
         batch = super().collate(rows)
-        lengths = np.array([len(row["input_ids"]) for row in rows])
-        longest = batch["input_ids"].shape[1]
-        if "attention_mask" not in batch and lengths.min() < longest:
+        lengths, longest = [len(row["input_ids"]) for row in rows], batch["input_ids"].shape[1]
+        if "attention_mask" not in batch and min(lengths) < longest:
             batch["attention_mask"] = torch.from_numpy(
-                (np.arange(longest) < lengths[:, None]).astype(np.int64)
+                (np.arange(longest) < np.array(lengths)[:, None]).astype(np.int64)
             )
         if "labels" not in batch:
             mask = batch.get("attention_mask")
