@@ -154,12 +154,12 @@ def gradient(
     micro, by_tokens, rows = batch.micro_batch_size, batch.normalize_by == "tokens", own.rows
     starts = range(0, passes(own.size, engine.world_size, micro) * micro, micro)
     batches = [task.collate(rows[at : at + micro] or [idle_row()]) for at in starts]
-    batches = task.before_passes(engine, batches, own)  # for losses that couple the samples of a step
     items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
     totals = engine.open_step(batches, own.group_totals(items) if by_tokens else None)
 
     losses, scales = [], None
     with engine.passes():
+        batches = task.before_passes(engine, batches, own)  # for losses that couple the samples of a step
         for at, passed, count in zip(starts, batches, items, strict=True):
             with engine.pass_(last=at == starts[-1], idle=at >= len(rows)):
                 sums = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)

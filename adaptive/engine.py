@@ -182,10 +182,16 @@ class Engine(Agreement):
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def gather(self, *own: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Collective: each of `own` (k, ...) on the device -> [of every rank], whose k may differ."""
+        """Collective: each of `own` (k, ...) on the device -> [of every rank], whose k may differ.
+
+        MemoryError, on every rank, where some rank ran out of memory in `passes` before it came here.
+        """
+        counts = [len(own[0]) * (rank == self.rank) for rank in range(self.world_size)]
+        *counts, starved = self.sum_integers([*counts, self.starved is not None])
+        if starved:
+            raise MemoryError(self.starved or "another process ran out of memory")
         if self.world_size == 1:
             return [[tensor] for tensor in own]
-        counts = self.sum_integers([len(own[0]) * (rank == self.rank) for rank in range(self.world_size)])
         gathered = []
         for tensor in own:
             padded = tensor.new_zeros(max(counts), *tensor.shape[1:])

@@ -119,11 +119,12 @@ class MicroBatch:
     def _try(self, task: Any, own: Any) -> float | None:
         """Bytes that passes of the rows in `own` hold at once, on the fullest process; None: it ran out."""
         engine = self.engine
-        (batch,) = task.before_passes(engine, [task.collate(own.rows)], own)
+        collated = task.collate(own.rows)
 
         def two_passes() -> None:  # in the second the gradient of the first is there too
-            engine.open_step([batch])
+            engine.open_step([collated])
             with engine.passes():
+                (batch,) = task.before_passes(engine, [collated], own)
                 for last in (False, True):
                     with engine.pass_(last):
                         engine.backward(task.loss_sum(engine.model, engine.to_device(batch)).sum() * 0.0)

@@ -132,9 +132,12 @@ class Contrastive(Task):
         cuda = [engine.device] if engine.device.type == "cuda" else []
         with torch.no_grad(), torch.random.fork_rng(cuda):  # the passes proper draw the same once more
             held = []
-            for batch in batches:
-                with engine.pass_(last=False):
-                    held.append(engine.model(engine.to_device(batch))[1])
+            with engine.passes():
+                for batch in batches:
+                    with engine.pass_(last=False):
+                        held.append(engine.model(engine.to_device(batch))[1])
+        if len(held) < len(batches):  # it ran out of memory, as the gather tells all
+            engine.gather(torch.empty(0))
         embeddings = torch.cat(held)
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
         weights = torch.tensor(own.weights, dtype=torch.float64)
