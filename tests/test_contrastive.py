@@ -119,7 +119,7 @@ def on_ranks(engine, task, plan, datasets_, world_size: int) -> tuple[list[torch
 
     for phase, rank in itertools.product((1, 2), range(world_size)):
         one = as_rank(engine, rank, world_size, 0)
-        one.start_sum = lambda values: lambda: totals
+        one.start_sum, one._last_word = lambda values: lambda: totals, lambda: None
         one.gather = (
             hand_over if phase == 1 else lambda *own: [list(parts) for parts in zip(*sent, strict=True)]
         )

@@ -267,9 +267,7 @@ def decide(
         "size": size,
         "target": str(target),
         "targets": {source: str(target * share) for source, share in shares.items()},
-        "sizes": {
-            source: float(exact(size) * share) if share != 1 else size for source, share in shares.items()
-        },
+        "sizes": {s: size if share == 1 else float(exact(size) * share) for s, share in shares.items()},
         "clamped": clamped,
         "schedule": schedule.state_dict(),
         "seconds": seconds,
