@@ -5,7 +5,7 @@ against plain `accelerator.save_state` and `load_state`.
 
 (a) from the manifest to the rows of the first step: state, source, decision, plan, indices. (b) the same
 model and AdamW in turns, once per round. Ours is on the disk when it counts (fsync); accelerate's is not,
-so it is also timed with an fsync of each of its files.
+so it is also timed with an fsync of each of its files. Older checkpoints are removed by neither.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def first_plan(n_rows: int, folder: Path) -> float:
 
 def prepared(folder: Path) -> tuple[Engine, Checkpoints]:
     """An engine whose model has been trained for a step."""
-    engine = Engine.start(config := parse(["--output_dir", str(folder), "--resume_from_checkpoint", "auto"]))
+    flags = ["--output_dir", str(folder), "--resume_from_checkpoint", "auto", "--keep_last", str(ROUNDS)]
+    engine = Engine.start(config := parse(flags))
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     engine.prepare(model, torch.optim.AdamW(model.parameters()))
     engine.backward(engine.model(torch.ones(1, WIDTH)).sum())

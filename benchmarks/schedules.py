@@ -32,16 +32,18 @@ SHARED = {  # of every run; the rate is that of 4 samples, other sizes follow by
     "adam_beta2": 0.999,
 }  # fmt: skip
 CANDIDATES: dict[str, dict] = {
+    "fixed 1": {"schedule": "constant()", "batch_size": 1},
     "fixed 2": {"schedule": "constant()", "batch_size": 2},
     "fixed 4": {"schedule": "constant()", "batch_size": 4},
     "fixed 8": {"schedule": "constant()", "batch_size": 8},
     "fixed 16": {"schedule": "constant()", "batch_size": 16},
-    "seesaw": {"schedule": "seesaw()", "batch_size": 4, "max_batch_size": 64},
-    "seesaw_noise": {"schedule": "seesaw_noise(largest=64)", "batch_size": 4},
-    "seesaw to 16": {"schedule": "seesaw()", "batch_size": 4, "max_batch_size": 16},
-    "ramp": {"schedule": "ramp(4, 16, 8000)"},
-    "exponential": {"schedule": "exponential(4, 16, 8000)"},
-    "noise_scale": {"schedule": "noise_scale(smallest=4, largest=64)", "batch_size": 4},
+    "exponential 2 to 8": {"schedule": "exponential(2, 8, 8000)"},
+    "exponential 4 to 16": {"schedule": "exponential(4, 16, 8000)"},
+    "ramp 2 to 8": {"schedule": "ramp(2, 8, 8000)"},
+    "seesaw from 2": {"schedule": "seesaw()", "batch_size": 2, "max_batch_size": 16},
+    "seesaw from 4": {"schedule": "seesaw()", "batch_size": 4, "max_batch_size": 64},
+    "seesaw_noise from 2": {"schedule": "seesaw_noise(largest=64)", "batch_size": 2},
+    "noise_scale from 2": {"schedule": "noise_scale(smallest=2, largest=64)", "batch_size": 2},
 }
 
 
