@@ -64,12 +64,13 @@ def main(config: Config) -> RunState:
     model = task.model(config)
     wanted = signals.wanted(schedule.signals | rule.signals, config.output.track, config)
     engine.prepare(model, build_optimizer(model, optim, engine.stage), wanted)
-    data = Data(rows.train, config, engine.rank, engine.world_size)
+    data = Data(rows.train, config, engine.rank, engine.world_size, engine)
 
-    lengths = Lengths(data.lengths, exact(run.num_train_epochs), run.max_samples, run.max_steps)
+    lengths = Lengths(data.lengths, exact(run.num_train_epochs), run.max_samples, run.max_steps, data.reach)
     checkpoints = Checkpoints(config, engine, rows.fingerprint)
     start = first_size(schedule, config.batch)
     state = checkpoints.resume(RunState.fresh(list(data.lengths), engine.world_size, start))
+    data.seek(state)
     schedule.load_state_dict(state.schedule)
     optim.base_batch_size = optim.base_batch_size or state.initial_size
     config.batch.normalize_by = config.batch.normalize_by or task.normalize_by
@@ -77,11 +78,11 @@ def main(config: Config) -> RunState:
     warmup = optim.warmup_samples or int(optim.warmup_ratio * lengths.samples)
     audit = Audit(config, engine.rank)
 
-    with Report(config, engine.accelerator, lengths.samples, state, checkpoints.run_id) as report:
+    with Report(config, engine.accelerator, lengths.total, state, checkpoints.run_id) as report:
         engine.listen()
         engine.clock_from(state.seconds)
         engine.from_rank0(lambda: note_start(config, state, engine, report.wandb_run_id))
-        report.say(f"{engine.describe()}; {lengths.samples:,} samples into {folder}")
+        report.say(f"{engine.describe()}; {lengths.describe()} into {folder}")
         micro_batch = MicroBatch(config, engine, task, data, state, report)
         tell = partial(tell_evaluation, engine, task, rows.eval, config, state, lengths, report)
         stop = state.evaluation_owed and not tell()

@@ -82,6 +82,14 @@ class Data:
     """Put before every text of seq2seq, e.g. "translate English to German: " (text)."""
     label_column: str | None = None
     """Column with the class; by default "label" (name)."""
+    streaming: bool = False
+    """Read --dataset_name in its own order and as it comes, without knowing its length: for what is too large
+    to be prepared (yes/no).
+    """
+    shuffle_buffer: int = 1000
+    """A stream is shuffled within blocks of so many; 0: not at all (samples)."""
+    dataset_is_sharded: bool = False
+    """Each process streams files of its own: on its own disk, or with {rank} in --dataset_name (yes/no)."""
     eval_dataset: tuple[str, ...] = ()
     """Validation data, like --dataset_name with the same names; by default its own split, else a share
     (names).
@@ -355,7 +363,7 @@ ABOVE_ZERO = {
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
     "warmup_samples", "warmup_ratio", "seed", "self_check", "usage_correction",
-    "keep_best", "contrastive_scale",
+    "keep_best", "contrastive_scale", "shuffle_buffer",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name", "compile": "torch_compile"}
 REPEATABLE = {
@@ -440,6 +448,7 @@ def check(config: Config) -> Config:
     _check_batch(config.batch)
     _check_arithmetic(config)
     _check_sources(config)
+    _check_stream(config)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(
             f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data"
@@ -485,6 +494,48 @@ def _check_arithmetic(config: Config) -> None:
         )
     if config.run.self_check and config.hardware.fp16:
         raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
+
+
+def _check_stream(config: Config) -> None:
+    """Data of unknown length, or lengths that differ by process."""
+    if config.data.dataset_is_sharded and not config.data.streaming:
+        raise BadSetting("--dataset_is_sharded is for streams; write --streaming as well")
+    for wrong, line in _beyond_streams(config) if config.data.streaming else ():
+        if wrong:
+            raise BadSetting(line)
+
+
+def _beyond_streams(config: Config) -> tuple[tuple[Any, str], ...]:
+    """(whether it is asked for, what to write instead) of all that a stream cannot do."""
+    data, run, batch, optim = config.data, config.run, config.batch, config.optim
+    bounded = bool(run.max_samples) or run.max_steps > 0
+    decays = optim.lr_scheduler_type not in ("constant", "constant_with_warmup")
+    return (
+        (len(data.dataset_name) > 1, "--streaming reads one source; write one --dataset_name"),
+        (data.task == "contrastive", "--streaming is not for contrastive, which numbers its pairs "
+         "beforehand; leave it out"),
+        (run.num_train_epochs != 1, f"--num_train_epochs {run.num_train_epochs:g}: --streaming reads the "
+         "data once, and does not know its length; write --max_samples or --max_steps"),
+        (data.eval_share != Data.eval_share, f"--eval_share {data.eval_share:g}: of a stream no share can be "
+         "held out; write --eval_dataset"),
+        (batch.epoch_end != "keep", f"--epoch_end {batch.epoch_end}: a stream has no epochs; write keep"),
+        (decays and not bounded, f"--lr_scheduler_type {optim.lr_scheduler_type} follows the share of the "
+         "run, and a stream's length is unknown; write --max_samples or --max_steps, or --lr_scheduler_type "
+         "constant"),
+        (optim.warmup_ratio and not run.max_samples, f"--warmup_ratio {optim.warmup_ratio:g} is a share of a "
+         "stream of unknown length; write --warmup_samples, or --max_samples as well"),
+        (run.dry_run and not bounded, "--dry_run of a stream has no end; write --max_samples or --max_steps"),
+        (batch.participation == "reservoir", "--participation reservoir looks rows up again, which a stream "
+         "cannot; write carry or bernoulli"),
+        (data.difficulty_column, "--difficulty_column is not for streams; leave it out, and difficulty "
+         "follows from the loss"),
+        (data.on_bad_sample == "skip", "--on_bad_sample skip: a stream ends where it cannot be read; "
+         "write stop"),
+        (data.dataloader_num_workers, f"--dataloader_num_workers {data.dataloader_num_workers}: a stream is "
+         "read in the loop, in its order; write 0"),
+        (data.dataset_is_sharded and run.self_check, "--self_check needs all rows of a step on one process, "
+         "and --dataset_is_sharded keeps them apart; leave one of them out"),
+    )  # fmt: skip
 
 
 def _check_batch(batch: Batch) -> None:

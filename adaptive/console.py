@@ -30,13 +30,22 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
 
 
+def covered(record: dict[str, Any]) -> str:
+    """Share of the running epoch; of a stream, which has none, the samples so far: 850, 12.3k, 4.56M."""
+    if record.get("train_coverage") is not None or "samples" not in record:
+        return show(record.get("train_coverage"), ".1%").replace("100.0", "100")
+    n = record["samples"]
+    unit, name = next(((u, k) for u, k in ((10**9, "B"), (10**6, "M"), (10**3, "k")) if n >= u), (1, ""))
+    return f"{n / unit:.3g}{name}" if name else str(n)
+
+
 # Heading, width with its space before it, text: 80 together, so that the usual terminal does not wrap them.
 COLUMNS = (
     ("step", 6, lambda r: show(r["step"])),
     ("asked", 7, lambda r: show(r.get("target_batch_size"), ".5g")),
     ("run", 6, lambda r: show(r.get("batch_size"))),
     ("passes", 7, lambda r: f"{show(r.get('passes'))}x{show(r.get('micro_batch_size'))}"),
-    ("cover", 6, lambda r: show(r.get("train_coverage"), ".1%").replace("100.0", "100")),
+    ("cover", 6, lambda r: covered(r)),
     ("epoch", 6, lambda r: show(r.get("epoch"), ".2f")),
     ("loss", 8, lambda r: show(r.get("loss"), ".4f")),
     ("lr", 8, lambda r: show(r.get("learning_rate"), ".2e").replace("e-0", "e-")),
@@ -94,8 +103,12 @@ class Screen:
         with self.guard("progress bar", self.stop):
             self.drawn = time.monotonic()
             total = f"/{self.total_samples:,}" if self.total_samples else ""
-            text = f"{record['samples']:,}{total} samples  epoch {show(record.get('epoch'), '.2f')}"
-            text += f"  covered {show(record.get('train_coverage'), '.1%')}  left {clock(seconds_left)}"
+            text = f"{record['samples']:,}{total} samples"
+            if record.get("epoch") is not None:
+                text += (
+                    f"  epoch {show(record['epoch'], '.2f')}  covered {show(record['train_coverage'], '.1%')}"
+                )
+            text += f"  left {clock(seconds_left)}"
             self.progress.update(self.progress.task_ids[0], completed=record["samples"], description=text)
             self.progress.refresh()
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 
-from adaptive.config import BadSetting, Data
+from adaptive.config import BadSetting, Data, warn
 from adaptive.order import Order
 
 BUILDERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
@@ -42,12 +42,12 @@ VERSION = 1  # of `_source_rows` and `_cut`: `datasets` caches results by argume
 class Corpus:
     """Rows as they were written; what a sample is, a task decides."""
 
-    train: datasets.Dataset
+    train: datasets.Dataset | datasets.IterableDataset
     """Columns "text" (str), where there are classes "label" (ClassLabel with names), where asked for "target"
     (str); others as found. Conversations have "messages" instead.
     """
     eval: datasets.Dataset | None
-    """The same columns; None only where one row leaves nothing to hold out."""
+    """The same columns; None where one row leaves nothing to hold out, or a stream has none beside it."""
     label_names: list[str] | None
     """Names of the classes in the order of their ids; None without classes."""
 
@@ -67,7 +67,9 @@ def load_corpus(
     needs = {"need_labels": need_labels, "need_target": need_target, "messages": messages, "images": images}
     datasets.disable_progress_bars()  # what is printed is report.py's choice
     name, share = data.dataset_name, data.eval_share
-    train, others = _train_split(_splits(name, data.dataset_config_name, share), name)
+    train, others = _train_split(_splits(name, data.dataset_config_name, share, data.streaming), name)
+    if data.streaming and not is_stream(train):
+        train = train.to_iterable_dataset()
     train, label_names = _columns(train, name, data, **needs)
     if data.eval_dataset:  # of one source here (data.load)
         held_name = data.eval_dataset
@@ -75,6 +77,11 @@ def load_corpus(
         held, _ = _train_split(_splits(held_name, config_name, share), held_name)
     elif split := next((split for split in EVAL_SPLITS if split in others), None):
         held_name, held = f"{name} ({split})", others[split]
+        if is_stream(held):  # evaluation looks rows up
+            held = datasets.Dataset.from_list(list(held), features=held.features)
+    elif data.streaming:
+        warn(f"nothing is evaluated: {name} has no validation split; --eval_dataset names other data")
+        return Corpus(train, None, label_names)
     else:
         return Corpus(*_hold_out(train, share, seed), label_names)
     return Corpus(train, _columns(held, held_name, data, label_names, **needs)[0], label_names)
@@ -88,8 +95,9 @@ def stdlib_pieces(corpus: Corpus, characters: int) -> Corpus:
     if characters < 1:
         raise ValueError(f"characters={characters}; write the length of a piece, at least 1")
     arguments = {"characters": characters, "version": VERSION}
-    train = corpus.train.map(_cut, batched=True, fn_kwargs=arguments)
-    held = corpus.eval.map(_cut, batched=True, fn_kwargs=arguments) if corpus.eval is not None else None
+    settings = {"batched": True, "fn_kwargs": arguments, "features": corpus.train.features}
+    train = corpus.train.map(_cut, **settings)
+    held = corpus.eval.map(_cut, **settings) if corpus.eval is not None else None
     return Corpus(train, held, corpus.label_names)
 
 
@@ -106,6 +114,7 @@ def stdlib_functions(corpus: Corpus) -> Corpus:
     """
     settings = {"batched": True, "fn_kwargs": {"version": VERSION}}
     settings["remove_columns"] = corpus.train.column_names
+    settings["features"] = datasets.Features(dict.fromkeys(("text", "target"), datasets.Value("string")))
     train = corpus.train.map(_functions, **settings)
     return Corpus(train, None if corpus.eval is None else corpus.eval.map(_functions, **settings), None)
 
@@ -116,6 +125,8 @@ def fingerprint(dataset: datasets.Dataset) -> str:
     Unlike `dataset._fingerprint` it knows no paths or versions: equal texts and labels have equal ones on any
     machine. A change between the sampled rows goes unseen.
     """
+    if is_stream(dataset):  # of its first 100 rows
+        dataset, n = datasets.Dataset.from_list(list(dataset.take(100)), features=dataset.features), -1
     n = len(dataset)
     rows = np.linspace(0, n - 1, min(n, 100)).astype(int).tolist()
     told = ("text", "label", "target", "messages")
@@ -124,7 +135,14 @@ def fingerprint(dataset: datasets.Dataset) -> str:
     return hashlib.blake2b(message.encode(), digest_size=8).hexdigest()
 
 
-def _splits(name: str, config_name: str | None, share: float) -> dict[str, datasets.Dataset]:
+def is_stream(dataset: datasets.Dataset | datasets.IterableDataset) -> bool:
+    """Whether its rows come one after the other, and nobody knows how many."""
+    return isinstance(dataset, datasets.IterableDataset)
+
+
+def _splits(
+    name: str, config_name: str | None, share: float, streaming: bool = False
+) -> dict[str, datasets.Dataset | datasets.IterableDataset]:
     """Return the rows as they come, by split; `share` is for stdlib, which is held out by file."""
     if name == "stdlib":
         return _stdlib(share)
@@ -141,7 +159,8 @@ def _splits(name: str, config_name: str | None, share: float) -> dict[str, datas
         elif builder == "imagefolder":
             loaded = datasets.load_dataset(builder, data_dir=str(path))
         else:
-            loaded = datasets.load_dataset(builder, None if local else config_name, data_files=files)
+            more = {"streaming": True} if streaming else {}
+            loaded = datasets.load_dataset(builder, None if local else config_name, data_files=files, **more)
     except Exception as error:  # the libraries below raise a dozen unrelated classes for bad names and files
         reason = " ".join(str(error.__cause__ or error).split())[:200]
         if local and NO_ROWS.fullmatch(reason):
@@ -195,14 +214,17 @@ def _columns(
     need_labels: bool, need_target: bool, messages: bool, images: bool,
 ) -> tuple[datasets.Dataset, list[str] | None]:  # fmt: skip
     """Return the rows with the chosen columns called text, label and target, and the class names."""
-    if not len(ds):
+    if is_stream(ds) and ds.column_names is None:
+        with contextlib.suppress(StopIteration):  # no rows
+            ds = ds._resolve_features()  # from the first rows, where the files name none
+    if not (ds.column_names if is_stream(ds) else len(ds)):
         raise BadSetting(f"dataset {name} has no rows; write one that has")
     if messages and "messages" in ds.column_names and data.text_column in (None, "messages"):
         return ds.select_columns(["messages"]).with_format(None), None
     if images and (pictures := [c for c, kind in ds.features.items() if isinstance(kind, datasets.Image)]):
         return _image_columns(ds, name, data, pictures[0]), None
     ds = (
-        ds.flatten() if need_target else ds
+        ds.flatten() if need_target and not is_stream(ds) else ds
     )  # {"translation": {"en": ..., "de": ...}} is "translation.en" ...
     has = f"dataset {name} has the columns {', '.join(ds.column_names)}"
     label = data.label_column or ("label" if "label" in ds.column_names else None)
@@ -215,8 +237,9 @@ def _columns(
     ds = ds.remove_columns([c for c in names.values() if c in ds.column_names and c not in names])
     ds = ds.rename_columns({old: new for old, new in names.items() if old != new}).with_format(None)
     for column in sorted({"text", "target"} & set(names.values())):
-        if ds.data.column(column).null_count:
-            ds = ds.map(_without_none, input_columns=column, batched=True, fn_kwargs={"column": column})
+        if is_stream(ds) or ds.data.column(column).null_count:
+            ds = ds.map(_without_none, input_columns=column, batched=True, fn_kwargs={"column": column},
+                        features=ds.features)  # fmt: skip
     try:
         return _encode(ds, f"dataset {name}, column {label}", label_names) if label else (ds, None)
     except BadSetting:
@@ -254,6 +277,12 @@ def _encode(ds: datasets.Dataset, what: str, names: list[str] | None) -> tuple[d
     if not re.fullmatch(r"(large_)?string|u?int\d+|bool", dtype):
         raise BadSetting(f"{what}, is of {dtype}; write one of whole numbers, strings or yes/no as "
                          "--label_column (empty cells of a csv turn whole numbers into floats)")  # fmt: skip
+    if is_stream(ds):
+        if not is_class:
+            raise BadSetting(f"{what}, does not name its classes, and a stream's are not known before its "
+                             "end; write data with a ClassLabel (save_to_disk), or leave out --streaming"
+                             )  # fmt: skip
+        return ds, list(kind.names)
     values = ds.unique("label")
     if None in values or is_class and -1 in values:
         raise BadSetting(f"{what}, has rows without a class; remove them or write another --label_column")

@@ -5,6 +5,7 @@ fetch samples, not batches: whatever size the schedule decides, the rows are the
 ahead is late or lost. The loader is never passed to accelerator.prepare, whose prefetch is by batch. With
 several sources on several ranks the owner of a position depends on the sizes before it: there a rank reads in
 the loop what no worker could know.
+With --streaming sources are streams (stream.py).
 To add a dataset: --dataset_name with a name, a folder or a file (corpus.py).
 """
 
@@ -15,7 +16,7 @@ import os
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
@@ -28,6 +29,7 @@ from adaptive import scaling
 from adaptive.config import BadSetting, Config, eval_datasets, sources
 from adaptive.order import Order
 from adaptive.plan import StepPlan, own_picks, share
+from adaptive.stream import Stream
 
 READ_AHEAD = 16  # samples a worker fetches at once
 AT_ONCE = 256  # positions whose indices are computed at once: they cost little more than one
@@ -45,11 +47,14 @@ class Sources:
 
 def load(task: Any, config: Config) -> Sources:
     """`task.load` for each source of --dataset_name; a task sees the settings of one source at a time."""
-    held, loaded = eval_datasets(config.data), {}
+    held, loaded, streaming = eval_datasets(config.data), {}, config.data.streaming
     for name, dataset in sources(config.data).items():
+        if config.data.dataset_is_sharded:
+            dataset = dataset.replace("{rank}", os.environ.get("RANK", "0"))
         data = replace(config.data, dataset_name=dataset, eval_dataset=held.get(name))
         loaded[name] = task.load(replace(config, data=data))
-    prints = {name: one.fingerprint for name, one in loaded.items()}
+    buffer = f"stream with --shuffle_buffer {config.data.shuffle_buffer}, " if streaming else ""
+    prints = {name: buffer + one.fingerprint for name, one in loaded.items()}
     return Sources(
         train={name: one.train for name, one in loaded.items()},
         eval={name: one.eval for name, one in loaded.items()},
@@ -145,8 +150,8 @@ class Source:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise BadSetting(
                 f"the training data {name!r} is a stream ({type(dataset).__name__}), and a position is a row "
-                "that can be looked up; write it into files once (save_to_disk) and name that folder: "
-                "it is read from the disk, and any size will do"
+                "that can be looked up; write --streaming, or write it into files once (save_to_disk) and "
+                "name that folder: it is read from the disk, and any size will do"
             )
         if not len(dataset):
             raise BadSetting(
@@ -158,6 +163,20 @@ class Source:
         self._stream: Iterator[tuple[int, dict]] | None = None
         self._next = -1  # position the stream yields next
         self._buffer: deque[tuple[int, dict]] = deque()
+
+    @property
+    def length(self) -> int:
+        return len(self.dataset)
+
+    def first(self) -> dict:
+        """The first row that can be read."""
+        rows = (fetch_each(self.dataset, np.array([number]))[0] for number in range(self.length))
+        return next(row for row in rows if not isinstance(row, Unreadable))
+
+    def some(self, n: int) -> list[dict]:
+        """About `n` rows from all over it, those that can be read."""
+        chosen = np.unique(np.linspace(0, self.length - 1, n).astype(np.int64))
+        return [row for row in fetch_each(self.dataset, chosen) if isinstance(row, dict)]
 
     def read(self, positions: np.ndarray, scattered: bool = False) -> tuple[list[dict], list[int]]:
         """(rows, their indices) at this rank's `positions` (k,), in their order, with one fetch.
@@ -230,10 +249,18 @@ class Unreadable:
 class Data:
     """All sources of a run, as one rank sees them."""
 
-    def __init__(self, datasets: dict[str, Any], config: Config, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
+    def __init__(
+        self, datasets: dict[str, Any], config: Config, rank: int, world_size: int, engine: Any = None
+    ):  # fmt: skip
+        """`engine` agrees on where a stream ends."""
+        self.rank, self.world_size, self.streaming = rank, world_size, config.data.streaming
         seed, workers = config.run.seed, config.data.dataloader_num_workers
-        self.sources = {n: Source(n, d, seed, rank, world_size, workers) for n, d in datasets.items()}
+        self.sources: dict[str, Any] = {
+            n: Stream(n, d, config, rank, world_size, engine)
+            if self.streaming
+            else Source(n, d, seed, rank, world_size, workers)
+            for n, d in datasets.items()
+        }
         self.by_source = bool(config.batch.source_weights)
         self.column = config.data.difficulty_column
         self._idle: dict | None = None
@@ -243,7 +270,22 @@ class Data:
 
     @property
     def lengths(self) -> dict[str, int]:
-        return {name: len(source.dataset) for name, source in self.sources.items()}
+        return {name: source.length for name, source in self.sources.items()}
+
+    @property
+    def reach(self) -> Callable[[str, int, int], int] | None:
+        """For Lengths: how far a stream goes; None where that is known."""
+        return (lambda name, *bounds: self.sources[name].reach(*bounds)) if self.streaming else None
+
+    def seek(self, state: Any) -> None:
+        """Go on where `state` left off; only a stream has to know it before the first step."""
+        if self.config.data.dataset_is_sharded and state.step and state.world_size != self.world_size:
+            raise BadSetting(
+                f"--dataset_is_sharded: the run was started on {state.world_size} processes, each with files "
+                f"of its own; continue it on as many, not on {self.world_size}"
+            )
+        for source in self.sources.values() if self.streaming else ():
+            source.seek(state.stream)
 
     def share(self, plan: StepPlan, weights: dict[str, float], whole: bool = False) -> Share:
         """What this rank trains on in this step; `weights`: source -> of one of its samples.
@@ -276,6 +318,9 @@ class Data:
         consumed and teaches nothing, and the others weigh as if its group had been made of them alone.
         """
         own = self.share(plan, weights)
+        if self.streaming:
+            ((name, source),) = self.sources.items()
+            state.stream = source.mark_before(plan.cursor[name])
         told = [
             f"row {own.indices[k]} of {own.sources[k]} cannot be read ({own.rows[k].why})" for k in own.bad
         ]
@@ -290,11 +335,8 @@ class Data:
         return own.without_bad(n_bad, self.config.batch.normalize_by == "samples")
 
     def longest_row(self, look_at: int) -> dict:
-        """The longest of `look_at` rows from all over each source."""
-        rows: list[dict] = []
-        for source in self.sources.values():
-            chosen = np.unique(np.linspace(0, len(source.dataset) - 1, look_at).astype(np.int64))
-            rows += [row for row in fetch_each(source.dataset, chosen) if isinstance(row, dict)]
+        """The longest of `look_at` rows from all over each source, of a stream from its start."""
+        rows = [row for source in self.sources.values() for row in source.some(look_at)]
         return max(rows, key=lambda row: sum(np.size(value) for value in row.values()))
 
     @staticmethod
@@ -305,12 +347,12 @@ class Data:
     def idle_row(self) -> dict:
         """A row for passes of weight 0, which ranks without a sample run so that every rank takes part."""
         if self._idle is None:
-            self._idle = _first(next(iter(self.sources.values())).dataset)
+            self._idle = next(iter(self.sources.values())).first()
         return self._idle
 
     def _check_columns(self) -> None:
         """Rows of all sources share passes, so they have the same columns."""
-        columns = {name: sorted(_first(source.dataset)) for name, source in self.sources.items()}
+        columns = {name: sorted(source.first()) for name, source in self.sources.items()}
         first, *others = columns
         for other in others:
             if columns[other] != columns[first]:
@@ -318,17 +360,11 @@ class Data:
                     f"the sources {first} and {other} have the columns {', '.join(columns[first])} and "
                     f"{', '.join(columns[other])}; samples of one step need the same"
                 )
-        if self.column and not isinstance(_first(self.sources[first].dataset).get(self.column), Real):
+        if self.column and not isinstance(self.sources[first].first().get(self.column), Real):
             raise BadSetting(
                 f"--difficulty_column {self.column} is no number of the samples, which have "
                 f"{', '.join(columns[first])}; write one of these that is"
             )
-
-
-def _first(dataset: Any) -> dict:
-    """The first row that can be read."""
-    rows = (fetch_each(dataset, np.array([number]))[0] for number in range(len(dataset)))
-    return next(row for row in rows if not isinstance(row, Unreadable))
 
 
 class _Positions(torch.utils.data.Dataset):

@@ -16,7 +16,7 @@ from typing import Any
 from adaptive import scaling, signals
 from adaptive.config import Config
 from adaptive.participation import plan_with
-from adaptive.plan import Lengths, exact, plan_step
+from adaptive.plan import ENDLESS, Lengths, exact, plan_step
 from adaptive.records import counters
 from adaptive.schedules import Schedule, decide, first_size, global_size
 from adaptive.state import RunState
@@ -39,7 +39,8 @@ class Walk:
 def tell_plan(config: Config, schedule: Schedule, datasets: dict[str, Any], engine: Any) -> RunState:
     """Print the plan of the run on rank 0; returns the state it would end in, `updates` without bad steps."""
     run, started = config.run, time.monotonic()
-    rows = {name: len(dataset) for name, dataset in datasets.items()}
+    streaming = config.data.streaming  # then --max_samples or --max_steps bounds the plan
+    rows = {name: ENDLESS if streaming else len(dataset) for name, dataset in datasets.items()}
     lengths = Lengths(rows, exact(run.num_train_epochs), run.max_samples, run.max_steps)
     done = walk(config, schedule, lengths, engine.world_size)
     if engine.is_main:

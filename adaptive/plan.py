@@ -9,6 +9,7 @@ add one: a policy for the end of an epoch is a branch of `_cut`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -16,6 +17,7 @@ import numpy as np
 
 # Above this denominator a carry is rounded: sizes that change for ever would grow it without bound.
 CARRY_DENOMINATOR = 10**40
+ENDLESS = 2**62  # rows of a stream, whose number nobody knows
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,25 @@ class Lengths:
     epochs: Fraction
     max_samples: int | None = None
     max_steps: int = -1
+    reach: Callable[[str, int, int], int] | None = None
+    """Of a stream: (source, start, stop) -> the largest position up to `stop` that it reaches; collective."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the number of rows is; epochs and coverage are null without it."""
+        return ENDLESS not in self.sources.values()
+
+    @property
+    def total(self) -> int | None:
+        """Samples of the whole run (of a stream at most so many), None where nobody knows."""
+        return self.samples if self.known else self.max_samples
+
+    def describe(self) -> str:
+        """The data in a few words."""
+        if self.known:
+            return f"{self.samples:,} samples"
+        most = f"up to {self.max_samples:,} samples of " if self.max_samples else ""
+        return f"{most}a stream of unknown length (no coverage: `cover` shows the samples seen)"
 
     @functools.cached_property
     def positions(self) -> int:
@@ -91,8 +112,10 @@ class Lengths:
         left = self.positions - sum(cursor.values())
         return max(0, left if self.max_samples is None else min(left, self.max_samples - samples))
 
-    def coverage(self, cursor: dict[str, int]) -> dict[str, float]:
+    def coverage(self, cursor: dict[str, int]) -> dict[str, float | None]:
         """Source -> share of its running epoch used, 1.0 at the end of one, 0.0 before the first sample."""
+        if not self.known:
+            return dict.fromkeys(self.sources)
         passed = {
             source: cursor[source] % rows or rows * bool(cursor[source])
             for source, rows in self.sources.items()
@@ -101,7 +124,7 @@ class Lengths:
 
     def progress(self, cursor: dict[str, int], samples: int, step: int) -> float:
         """Share of the run that is over, in [0, 1]: by samples, positions or steps, whichever is furthest."""
-        shares = [sum(cursor.values()) / self.positions]
+        shares = [sum(cursor.values()) / self.positions if self.known else 0.0]
         if self.max_samples is not None:
             shares.append(samples / self.max_samples)
         if self.max_steps > 0:
@@ -171,6 +194,10 @@ def _cut(target, cursor, carry, lengths, epoch_end, consumed, drawn) -> StepPlan
         room = min(length, lengths.left({source: start}, consumed))
         if want > room:
             return None
+    if lengths.reach:
+        room = lengths.reach(source, start, start + min(max(want, 1), room)) - start
+        if not room:
+            return None  # the stream is over
     cut = want > room
     stop = start + min(want, room)
     return StepPlan(

@@ -54,6 +54,7 @@ def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:
     """The fields that train and eval records share; see the README's table of records."""
     passed, rows = sum(state.cursor.values()), sum(lengths.sources.values())
     used = passed % rows
+    covered = used / rows if used or not passed else 1.0
     return {
         "step": state.step,
         "updates": state.updates,
@@ -63,8 +64,8 @@ def counters(state: RunState, lengths: Lengths) -> dict[str, Any]:
         "input_tokens": state.input_tokens,
         "padding_tokens": state.padding_tokens,
         **({"bad_samples": state.bad_samples} if state.bad_samples else {}),
-        "epoch": passed / rows,
-        "train_coverage": used / rows if used or not passed else 1.0,
+        "epoch": passed / rows if lengths.known else None,
+        "train_coverage": covered if lengths.known else None,
     }
 
 

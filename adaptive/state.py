@@ -39,6 +39,7 @@ class RunState:
     carry: dict[str, Fraction] = field(default_factory=dict)  # source -> asked for and not yet run, in [0, 1)
     skipped: dict[str, int] = field(default_factory=dict)  # reason -> steps
     skipped_in_a_row: int = 0  # non-finite steps since the last good one
+    stream: dict[str, Any] | None = None  # where a stream is read on from: stream.py
     reservoir: dict[str, list] = field(default_factory=dict)  # source -> slots: [position, uses] or None
     signals: dict[str, Any] = field(default_factory=dict)  # last value of each signal
     beta2_product: float = 1.0  # of Adam's beta2 in all updates, for its bias correction

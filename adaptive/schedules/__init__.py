@@ -103,6 +103,12 @@ def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
                 else f"has no use for --{flag}, which is"
             )
             raise BadSetting(f"the schedule {schedule.name} {how} {settings[flag]}")
+    unknown = sorted(schedule.signals & {"epoch", "train_coverage", "source_coverage"})
+    if config.data.streaming and unknown:
+        raise BadSetting(
+            f"the schedule {schedule.name} follows {unknown[0]}, which a stream of unknown length does not "
+            "have; write one that follows samples"
+        )
     measured = sorted(schedule.signals - PROGRESS)
     if config.run.dry_run and config.optim.lr_scaling.startswith("adascale"):
         raise BadSetting(

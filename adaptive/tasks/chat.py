@@ -11,6 +11,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from adaptive.config import BadSetting
+from adaptive.tasks.packing import arrays
 
 
 def encode(dataset: Any, tokenizer: Any, length: int) -> Any:
@@ -19,7 +20,7 @@ def encode(dataset: Any, tokenizer: Any, length: int) -> Any:
         raise BadSetting("the tokenizer has no chat template; write a --tokenizer_name that has one")
     settings = {"tokenizer": tokenizer, "length": length}
     dataset = dataset.map(_encoded, batched=True, fn_kwargs=settings, remove_columns=dataset.column_names)
-    return dataset.with_format("numpy")
+    return arrays(dataset)
 
 
 def _encoded(rows: dict[str, list], tokenizer: Any, length: int) -> dict[str, list]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from adaptive.config import BadSetting, Config
 from adaptive.corpus import fingerprint, load_corpus, stdlib_pieces
 from adaptive.tasks import Loaded, Task, build_model, build_tokenizer
+from adaptive.tasks.packing import arrays
 
 PRESETS = {
     "bert-tiny": {"model_type": "bert", "vocab_size": 384, "hidden_size": 64, "intermediate_size": 256,
@@ -84,7 +85,7 @@ def encode(dataset: Any, tokenizer: Any, length: int, kept: str | None = None) -
         fn_kwargs={"tokenizer": tokenizer, "length": length},
         remove_columns=[name for name in dataset.column_names if name not in ("label", kept)],
     )
-    return dataset.with_format("numpy")
+    return arrays(dataset)
 
 
 def _encoded(rows: dict[str, list], tokenizer: Any, length: int) -> dict[str, list]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from adaptive.config import BadSetting, Config
-from adaptive.corpus import fingerprint, load_corpus
+from adaptive.corpus import fingerprint, is_stream, load_corpus
 from adaptive.tasks import Loaded, build_model, build_tokenizer, token_loss_sum
 from adaptive.tasks.causal_lm import CausalLM
 from adaptive.tasks.classification import PRESETS
@@ -73,8 +73,14 @@ def numbered(dataset: Any) -> Any:
     """With a column `position`, the row number until data.py knows better; None stays None."""
     if dataset is None:
         return None
+    if is_stream(dataset):
+        return dataset.map(_numbered, batched=True)
     kept = dataset.format["type"]
     return dataset.add_column("position", np.arange(len(dataset))).with_format(kept)
+
+
+def _numbered(rows: dict[str, list]) -> dict[str, list]:
+    return {"position": [0] * len(rows["input_ids"])}
 
 
 def draws(seed: int, position: int, length: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from adaptive.config import BadSetting
+from adaptive.corpus import is_stream
 
 COLUMNS = ("input_ids", "labels", "attention_mask", "position_ids")
 
@@ -61,8 +62,14 @@ def bundle(dataset: Any, length: int) -> Any:
 
 
 def columns(dataset: Any, also: str | None = None) -> Any:
-    known = [c for c in (*COLUMNS, also) if c in dataset.column_names]
-    return dataset.select_columns(known).with_format("numpy")
+    if dataset.column_names is None:  # a stream that was just made of these
+        return dataset
+    return arrays(dataset.select_columns([c for c in (*COLUMNS, also) if c in dataset.column_names]))
+
+
+def arrays(dataset: Any) -> Any:
+    """Rows of arrays; a stream's become so where they are kept (stream.py): `datasets` is slow at that."""
+    return dataset if is_stream(dataset) else dataset.with_format("numpy")
 
 
 def _documents(texts: list[str], tokenizer: Any) -> list[list[int]]:

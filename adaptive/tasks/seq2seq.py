@@ -12,6 +12,7 @@ import torch
 from adaptive.config import Config
 from adaptive.corpus import fingerprint, load_pairs
 from adaptive.tasks import Loaded, Task, build_model, build_tokenizer, token_loss_sum
+from adaptive.tasks.packing import arrays
 
 _BYTES = {"model_type": "t5", "vocab_size": 384, "pad_token_id": 0, "eos_token_id": 1,
           "decoder_start_token_id": 0, "dropout_rate": 0.0}  # fmt: skip
@@ -65,7 +66,7 @@ def encode(dataset: Any, tokenizer: Any, prefix: str, length: int, target_length
     """Columns text, target -> input_ids, attention_mask, labels; what is longer is cut. Cached on disk."""
     settings = {"tokenizer": tokenizer, "prefix": prefix, "length": length, "target_length": target_length}
     dataset = dataset.map(_encoded, batched=True, fn_kwargs=settings, remove_columns=dataset.column_names)
-    return dataset.with_format("numpy")
+    return arrays(dataset)
 
 
 def _encoded(rows: dict[str, list], tokenizer: Any, prefix: str, length: int, target_length: int) -> dict:

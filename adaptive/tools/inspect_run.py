@@ -54,6 +54,7 @@ def summary(run: Run) -> list[str]:
     speeds = [f"{last[name] / seconds:,.1f} {name}/s" for name in ("samples", "tokens")]
     speeds.append(f"{1e3 * seconds / len(train):.1f} ms a step")
     rows = f" over {run.n_rows:,} rows" if run.n_rows else ""
+    epochs = "of a stream" if last["epoch"] is None else f"{last['epoch']:.3f} epochs"
     told = [
         f"run       {run.folder}, {ended}",
         f"task      {settings['task']} on {data}, {settings['model_name_or_path']}",
@@ -61,7 +62,7 @@ def summary(run: Run) -> list[str]:
         f"sizes     asked {min(asked):g} to {max(asked):g}, mean {sum(asked) / len(asked):.4g}; "
         f"run {min(ran)} to {max(ran)}, mean {sum(ran) / len(ran):.4g}",
         f"steps     {last['step']:,}, of which {last['updates']:,} changed the weights; skipped: {skips}",
-        f"samples   {last['samples']:,}, {last['epoch']:.3f} epochs{rows}; {last['tokens']:,} tokens",
+        f"samples   {last['samples']:,}, {epochs}{rows}; {last['tokens']:,} tokens",
         f"loss      {_ends([r['loss'] for r in train])}",
         f"speed     {last['seconds']:,.1f} s, {', '.join(speeds)}",
     ]
@@ -105,6 +106,10 @@ def load(run: Run) -> tuple[Any, Any, dict[str, Any]]:
     from adaptive import data
     from adaptive.tasks import load_task
 
+    if run.config.data.streaming:
+        raise BadSetting(
+            f"{run.folder} read a stream, whose rows cannot be looked up again; leave out --step and --verify"
+        )
     task = load_task(run.config.data.task)
     loaded = data.load(task, run.config)
     datasets = loaded.train

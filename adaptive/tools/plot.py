@@ -135,7 +135,8 @@ def coverage(axis: Any, run: Run, x: str) -> None:
     at, share = thin(column(run, x), column(run, "train_coverage"))
     axis.plot(at, 100 * share, color=BLACK, linewidth=1)
     axis.set_ylabel("epoch's data used (%)")
-    axis.set_ylim(0, 105 * np.nanmax(share))
+    if np.isfinite(share).any():  # of a stream none is known
+        axis.set_ylim(0, 105 * np.nanmax(share))
 
 
 ROWS = (sizes, loss, rate, noise, coverage)

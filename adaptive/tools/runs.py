@@ -72,9 +72,9 @@ class Run:
 
     @cached_property
     def n_rows(self) -> int | None:
-        """Sum of N over the sources, from the records; None before the first sample."""
-        passed = sum(self.cursor.values())
-        return round(passed / self.train[-1]["epoch"]) if passed else None
+        """Sum of N over the sources, from the records; None before the first sample, and of a stream."""
+        passed, epochs = sum(self.cursor.values()), self.train[-1]["epoch"] if self.train else None
+        return round(passed / epochs) if passed and epochs else None
 
     def world_size(self, step: int) -> int | None:
         """Processes that ran this step; None where neither starts.jsonl nor an audit says."""

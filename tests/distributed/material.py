@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from transformers import AutoModelForCausalLM
 
+from adaptive.order import Order
 from adaptive.tasks import Loaded, build_model
 from adaptive.tasks.causal_lm import PRESETS, CausalLM
 
@@ -52,3 +53,14 @@ class Uneven(CausalLM):
 def wild(step, current_size):
     """2.3 to 21.7 samples, smaller than the number of processes at times, never the same twice in a row."""
     return 2.3 + (step * 7.77) % 19.4
+
+
+class InOrder(Uneven):
+    """The same rows, as a stream or, without --streaming, laid so that the order of the data is theirs."""
+
+    def load(self, config):
+        loaded = super().load(config)
+        if not config.data.streaming:
+            indices = Order(config.run.seed, "train", ROWS).indices(np.arange(ROWS))
+            loaded.train = [loaded.train[place] for place in np.argsort(indices)]
+        return loaded
