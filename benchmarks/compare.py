@@ -169,7 +169,12 @@ def main() -> None:
             done = subprocess.run(command, env=settings, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stderr[-3000:]
             found[name] += [json.loads(done.stdout.splitlines()[-1])] if turn else []
-    print(f"{ROWS} samples of {TOKENS} tokens, {settings['OMP_NUM_THREADS']} thread(s), medians of {ROUNDS}")
+    show(found, settings["OMP_NUM_THREADS"])
+
+
+def show(found: dict[str, list[dict]], threads: str) -> None:
+    """One line for each contender."""
+    print(f"{ROWS} samples of {TOKENS} tokens, {threads} thread(s), medians of {ROUNDS}")
     print(f"{'':22}{'tokens/s':>12}{'of train.py':>13}{'start-up, s':>13}{'memory, MiB':>13}")
     ours = found["train.py"]
     for name, runs in found.items():
