@@ -1,7 +1,9 @@
-"""The only file that knows how Accelerate, DDP, DeepSpeed, NVIDIA, AMD and CPU differ.
+"""What differs between backends and devices -> the few verbs that the loop uses.
 
-`Engine.start(config)` returns one of two: `Engine` (one process, or DistributedDataParallel) and
-`DeepSpeedEngine` (ZeRO 0 to 3). Both offer the same few verbs, so the loop has no `if` about hardware:
+`Engine.start(config)` returns what `accelerate launch` asked for: `Engine` here (one process, or
+DistributedDataParallel), or `DeepSpeedEngine` of deepspeed_engine.py (ZeRO 0 to 3). No other file knows how
+Accelerate, DDP, DeepSpeed, NVIDIA, AMD and CPU differ. All offer the same verbs, so the loop has no `if`
+about hardware:
 
     engine.open_step(batches, tokens)
     with engine.passes():               # ends where memory runs out
@@ -25,13 +27,10 @@ import hashlib
 import os
 import pickle
 import random
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-import warnings
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Set
@@ -80,8 +79,9 @@ class Engine(Agreement):
         if not gpu():
             # Else whatever imports DeepSpeed warns that it is so.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        return (DeepSpeedEngine if deepspeed else cls)(config)
+        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+            from adaptive.deepspeed_engine import DeepSpeedEngine as cls
+        return cls(config)
 
     def __init__(self, config: Config):
         self.config = config
@@ -334,7 +334,7 @@ class Engine(Agreement):
         """
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients(self.optimizer)
-        return _squared_norm([p.grad for p in self.model.parameters() if p.grad is not None], self.device)
+        return squared_norm([p.grad for p in self.model.parameters() if p.grad is not None], self.device)
 
     def update(self, norm: float) -> bool:
         """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler
@@ -524,205 +524,6 @@ class Engine(Agreement):
             dist.destroy_process_group()
 
 
-class DeepSpeedEngine(Engine):
-    """ZeRO 0 to 3. The loop steps the engine itself: accelerator.backward would step before anything is
-    checked.
-    """
-
-    def __init__(self, config: Config):
-        import deepspeed.ops
-
-        warnings.filterwarnings(
-            "ignore", message=".*torch.distributed.*is deprecated", category=FutureWarning
-        )
-        if not torch.cuda.is_available():
-            # Its shared-memory collectives take two minutes to compile and gain nothing on a small CPU run.
-            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-            # Its launcher leaves the number of threads open.
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        super().__init__(config)
-        self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
-        self.repeats = self.stage < 2  # stages 2 and 3 reduce in every backward, 3 gathers in every forward
-
-    def prepare(self, model, optimizer, wanted=frozenset()):
-        settings = self.accelerator.state.deepspeed_plugin.deepspeed_config
-        settings["train_micro_batch_size_per_gpu"] = 1  # must be an integer, has no meaning here
-        settings.pop("train_batch_size", None)
-        settings["gradient_accumulation_steps"] = 1  # the loop owns the scale
-        settings["gradient_clipping"] = self.config.optim.max_grad_norm
-        if self.repeats:  # nothing to overlap with: the reduction waits until every rank's gradient is whole
-            settings.setdefault("zero_optimization", {})["overlap_comm"] = False
-        super().prepare(model, optimizer, wanted)
-        self.sharded = self.stage > 0 and not self._full_gradient()
-
-    def _pass(self, last):
-        # Without the flag ZeRO-1 and 2 silently keep the gradient of the last pass only.
-        self.model.set_gradient_accumulation_boundary(last and not self.apart)
-        return contextlib.nullcontext()
-
-    def _reduce(self, starved):
-        if self.sum_integers([starved])[0]:
-            return False
-        self.model.set_gradient_accumulation_boundary(True)
-        self.model.allreduce_gradients()
-        return True
-
-    def _forget(self):
-        self.discard()
-        optimizer = self.model.optimizer
-        if hasattr(optimizer, "clear_backward_seen_flag"):  # an interrupted backward left it open
-            optimizer._backward_active_depth = 0
-            optimizer.clear_backward_seen_flag()
-
-    def backward(self, loss):
-        self.model.backward(loss)
-
-    def squared_norm(self):
-        scale = self._loss_scale()
-        return _squared_norm(self._reduced_gradient(), self.device) / scale**2
-
-    def update(self, norm):
-        self.model.step()
-        return not getattr(self.model.optimizer, "overflow", False)
-
-    def discard(self, overflow=False):
-        optimizer = self.model.optimizer
-        if overflow:
-            self.model.step()  # finds the overflow itself, lowers the scale and drops the gradient
-            return
-        self.model.zero_grad()  # p.grad first: stage 3's zero_grad refuses what is left there on a CPU
-        if hasattr(optimizer, "all_grad_tensors"):  # stages 1, 2
-            optimizer.zero_grad(set_to_none=True)
-            optimizer._release_preflattened_grad_buffers()
-            for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
-                kept.update(dict.fromkeys(kept))  # in place: parameters look their gradient up in it
-        elif hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
-            optimizer.zero_grad(set_to_none=True)
-            optimizer.averaged_gradients = {}
-            optimizer.grad_partitions_flat_buffer.zero_()
-        elif self._full_gradient():
-            optimizer.zero_grad(set_to_none=True)
-
-    def full_gradient(self):
-        from deepspeed.utils import safe_get_full_grad
-
-        for parameter in self.module.parameters():
-            if parameter.requires_grad:
-                yield safe_get_full_grad(parameter)
-
-    @property
-    def partitions_weights(self):
-        return self.stage == 3
-
-    @property
-    def scales_loss(self):
-        searches = getattr(self.model.optimizer, "dynamic_loss_scale", True)
-        return self.model.fp16_enabled() and searches and self.loss_scale > LEAST_SCALE
-
-    @property
-    def name(self):
-        return f"DeepSpeed ZeRO-{self.stage}"
-
-    @property
-    def kind(self):
-        return f"zero{self.stage}"
-
-    def save_state(self, folder):
-        self.model.save_checkpoint(str(folder), tag="engine", save_latest=False)
-
-    def load_state(self, folder, manifest):
-        self._same_kind(folder, manifest)
-        if manifest["world_size"] != self.world_size and self.stage:
-            self._load_universal(folder)
-        else:
-            self.model.load_checkpoint(str(folder), tag="engine")
-
-    def _load_universal(self, folder: Path) -> None:
-        """Shards of another number of processes, through DeepSpeed's universal format, made and removed here.
-
-        BadSetting where it knows no such conversion: Adam-type optimizers in fp32 only.
-        """
-        universal = folder.with_name(f".{folder.name}.universal")
-        self.from_rank0(lambda: _convert(folder / "engine", universal / "engine"))
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
-        ]
-        self.model._config.load_universal_checkpoint = True
-        try:
-            self.model.load_checkpoint(str(universal), tag="engine")
-        finally:
-            self.model._config.load_universal_checkpoint = False
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)  # stage 3 copies the first group's weight decay into all
-        for state in self.model.optimizer.optimizer.state.values():
-            # Stage 3 hands all groups one tensor, which each of them would count up.
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].clone()
-        self.wait()
-        if self.is_main:
-            shutil.rmtree(universal)
-
-    def whole_state(self):
-        if self.stage < 3:
-            return self.module.state_dict()
-        # Gathers on rank 0, and forgets which weights are tied.
-        state = self.accelerator.get_state_dict(self.model) or {}
-        return {name: tensor for name, tensor in state.items() if name not in self._tied()}
-
-    def _put(self, weights):
-        if self.stage < 3:
-            super()._put(weights)
-        else:
-            from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-            for name, parameter in self.module.named_parameters():
-                with GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
-                    if self.is_main:
-                        parameter.copy_(weights[name])
-            for name, buffer in self.module.named_buffers():
-                if name in weights:
-                    buffer.copy_(weights[name])
-        if hasattr(self.model.optimizer, "refresh_fp32_params"):  # its own copy, which the next step writes
-            self.model.optimizer.refresh_fp32_params()
-
-    @property
-    def loss_scale(self):
-        return self._loss_scale()
-
-    def _full_gradient(self) -> bool:
-        return type(self.model.optimizer).__name__ in (
-            "BF16_Optimizer",
-            "FP16_Optimizer",
-            "FP16_UnfusedOptimizer",
-        )
-
-    def _loss_scale(self) -> float:
-        return float(
-            getattr(self.model.optimizer, "cur_scale", None) or getattr(self.model.optimizer, "loss_scale", 1)
-        )
-
-    def _reduced_gradient(self) -> list[torch.Tensor]:
-        """This rank's part of the reduced gradient, between the last backward and the step."""
-        optimizer = self.model.optimizer
-        if hasattr(optimizer, "get_grads_for_norm"):  # BF16_Optimizer: fp32 sums, whole on every rank
-            return optimizer.get_grads_for_norm(for_clipping=True)
-        if getattr(optimizer, "offload_optimizer", False):  # stage 3 with offload
-            groups = optimizer.fp32_partitioned_groups_flat
-        elif getattr(optimizer, "cpu_offload", False):  # stages 1, 2 with offload
-            groups = optimizer.single_partition_of_fp32_groups
-        elif hasattr(optimizer, "averaged_gradients"):  # stages 1, 2, 3
-            return [
-                g
-                for gs in optimizer.averaged_gradients.values()
-                if gs is not None
-                for g in gs
-                if g is not None
-            ]
-        else:
-            groups = list(self.model.module.parameters())
-        return [p.grad for p in groups if p.grad is not None]
-
-
 def _opened(file: Path) -> dict[str, Any]:
     """Tensors and plain values; BadSetting where `file` would run code of its own."""
     try:
@@ -743,27 +544,6 @@ def _saved_weights(folder: Path, kind: str) -> dict[str, torch.Tensor]:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return get_fp32_state_dict_from_zero_checkpoint(str(folder), tag="engine")
-
-
-def _convert(source: Path, target: Path) -> None:
-    """DeepSpeed's checkpoint `source` -> universal `target`; BadSetting when its optimizer has no
-    conversion.
-    """
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
-    # Not in the launcher's name: the child is no rank of this run.
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [*command, "--input_folder", str(source), "--output_folder", str(target)],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        shutil.rmtree(target.parent, ignore_errors=True)
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise BadSetting(
-            f"{source.parent} was saved by another number of processes, and DeepSpeed cannot convert its "
-            f"optimizer's state ({reason}); start with as many processes as before (its manifest.json says), "
-            "train with AdamW, or write --weights_only to start the optimizer afresh"
-        )
 
 
 def attention(config: Config) -> str | None:
@@ -834,7 +614,7 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield bucket
 
 
-def _squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
