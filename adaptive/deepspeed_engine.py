@@ -22,6 +22,8 @@ from adaptive.engine import LEAST_SCALE, Engine, squared_norm
 class DeepSpeedEngine(Engine):
     """ZeRO 0 to 3."""
 
+    deepspeed = True
+
     def __init__(self, config: Config):
         import deepspeed.ops
 

@@ -1,9 +1,9 @@
 """What differs between backends and devices -> the few verbs that the loop uses.
 
 `Engine.start(config)` returns what `accelerate launch` asked for: `Engine` here (one process, or
-DistributedDataParallel), or `DeepSpeedEngine` of deepspeed_engine.py (ZeRO 0 to 3). No other file knows how
-Accelerate, DDP, DeepSpeed, NVIDIA, AMD and CPU differ. All offer the same verbs, so the loop has no `if`
-about hardware:
+DistributedDataParallel), `DeepSpeedEngine` of deepspeed_engine.py (ZeRO 0 to 3) or `FSDPEngine` of
+fsdp_engine.py (FSDP2). No other file knows how Accelerate, DDP, DeepSpeed, FSDP, NVIDIA, AMD and CPU differ.
+All offer the same verbs, so the loop has no `if` about hardware:
 
     engine.open_step(batches, tokens)
     with engine.passes():               # ends where memory runs out
@@ -43,7 +43,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    patch_environment,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -65,7 +70,7 @@ LAST_WORD, LINGER_SECONDS = "adaptive/last_word", 3.0  # why this run stops, tol
 class Engine(Agreement):
     """One process, or DistributedDataParallel."""
 
-    stage = 0  # of ZeRO
+    deepspeed, stage = False, 0  # of ZeRO
     sharded = False  # whether squared_norm() is this rank's part of a sum over ranks
     _told = False  # this process has said why the run stops
     _watcher: threading.Thread | None = None  # by which it hears why
@@ -79,33 +84,36 @@ class Engine(Agreement):
         if not gpu():
             # Else whatever imports DeepSpeed warns that it is so.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        if is_true("ACCELERATE_USE_DEEPSPEED"):
             from adaptive.deepspeed_engine import DeepSpeedEngine as cls
+        elif is_true("ACCELERATE_USE_FSDP") and os.environ.get("WORLD_SIZE", "1") != "1":
+            from adaptive.fsdp_engine import FSDPEngine as cls
         return cls(config)
 
     def __init__(self, config: Config):
         self.config = config
-        plain = type(self) is Engine
+        plain = not self.deepspeed
         group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | (
             {} if gpu() or plain else {"backend": "gloo"}
         )
         precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.fp16 else None
         try:
-            self.accelerator = Accelerator(
-                cpu=not gpu() and plain,  # cpu=True would turn DeepSpeed off
-                mixed_precision=precision,
-                # num_steps by plugin: a number in the YAML or the environment must not scale the loss a
-                # second time
-                gradient_accumulation_plugin=GradientAccumulationPlugin(
-                    num_steps=1, sync_with_dataloader=False
-                ),
-                kwargs_handlers=[
-                    InitProcessGroupKwargs(**group),
-                    DistributedDataParallelKwargs(
-                        find_unused_parameters=config.hardware.find_unused_parameters
+            with patch_environment(ACCELERATE_USE_FSDP="false"):  # fsdp_engine.py does it by itself
+                self.accelerator = Accelerator(
+                    cpu=not gpu() and plain,  # cpu=True would turn DeepSpeed off
+                    mixed_precision=precision,
+                    # num_steps by plugin: a number in the YAML or the environment must not scale the loss a
+                    # second time
+                    gradient_accumulation_plugin=GradientAccumulationPlugin(
+                        num_steps=1, sync_with_dataloader=False
                     ),
-                ],
-            )
+                    kwargs_handlers=[
+                        InitProcessGroupKwargs(**group),
+                        DistributedDataParallelKwargs(
+                            find_unused_parameters=config.hardware.find_unused_parameters
+                        ),
+                    ],
+                )
         except ValueError as error:
             if "precision" not in str(error):
                 raise
@@ -117,7 +125,7 @@ class Engine(Agreement):
         Agreement.__init__(self, self.accelerator.process_index, world_size, group)
         config.run.output_dir = self.from_rank0(lambda: config.run.output_dir)
         # On a CPU reducing in the last backward gains nothing: there is no second device to work beside.
-        self.overlaps = plain and self.world_size > 1 and self.device.type != "cpu"
+        self.overlaps = plain and self.repeats and self.world_size > 1 and self.device.type != "cpu"
         self.proven = 0  # elements of the largest pass that did not run out of memory
         self.starved: str | None = None  # why this rank's passes ended early
         self.stop_asked = False  # by a signal, on this process
@@ -142,15 +150,23 @@ class Engine(Agreement):
         """
         self.wanted = wanted
         self.module = model
-        if self.config.hardware.torch_compile:
-            model.compile(backend=self.config.hardware.torch_compile_backend, dynamic=False)
-        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
-            self.model.broadcast_buffers = False  # a collective inside forward; see reduce_gradient
-        self.norms = PassNorms(model, bool(noise_scale.SIGNALS & wanted))
+        self.model, self.optimizer = self._wrap(model, optimizer)
+        self.norms = PassNorms(self.local_parameters(), bool(noise_scale.SIGNALS & wanted))
         kept = model.state_dict(keep_vars=True)
         self.moving = [b for name, b in model.named_buffers() if name in kept]  # those that training changes
         self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
+
+    def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        if self.config.hardware.torch_compile:
+            model.compile(backend=self.config.hardware.torch_compile_backend, dynamic=False)
+        model, optimizer = self.accelerator.prepare(model, optimizer)
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            model.broadcast_buffers = False  # a collective inside forward; see reduce_gradient
+        return model, optimizer
+
+    def local_parameters(self) -> list[torch.nn.Parameter]:
+        """Trainable parameters as a pass sees them: hooks on them get this process's gradient, unreduced."""
+        return [p for p in self.module.parameters() if p.requires_grad]
 
     def seed(self, step: int, same_everywhere: bool = False) -> None:
         """Dropout and every other draw inside a step: a function of (seed, rank, step), so nothing need be
@@ -251,7 +267,7 @@ class Engine(Agreement):
         """Around forward *and* backward of one pass. An `idle` one, for a rank without a sample left, leaves
         a gradient of zeros whatever its row holds: 0 times a loss that is no number would be none.
         """
-        learning = [p for p in self.module.parameters() if p.requires_grad] if idle else []
+        learning = self.local_parameters() if idle else []
         hooks = [parameter.register_hook(torch.zeros_like) for parameter in learning]  # before any reduction
         try:
             with self._pass(last):
@@ -334,7 +350,7 @@ class Engine(Agreement):
         """
         if self.accelerator.scaler is not None:
             self.accelerator.unscale_gradients(self.optimizer)
-        return squared_norm([p.grad for p in self.model.parameters() if p.grad is not None], self.device)
+        return squared_norm(self._gradients(), self.device)
 
     def update(self, norm: float) -> bool:
         """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler
@@ -342,11 +358,14 @@ class Engine(Agreement):
         """
         limit = self.config.optim.max_grad_norm
         if limit and norm > limit:
-            gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+            torch._foreach_mul_(self._gradients(), limit / (norm + 1e-6))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return not self.optimizer.step_was_skipped
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """This process's part of the reduced gradient."""
+        return [p.grad for p in self.module.parameters() if p.grad is not None]
 
     def discard(self, overflow: bool = False) -> None:
         """Forget the step's gradient, as if it had not been; an `overflow` lowers the loss scale."""
@@ -450,8 +469,8 @@ class Engine(Agreement):
 
     def save_state(self, folder: Path) -> None:
         """Collective: what this engine needs to go on, into an existing folder."""
+        held = {"model": self.whole_state(), "optimizer": self._whole_optimizer()}
         if self.is_main:
-            held = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
             if self.accelerator.scaler is not None:
                 held["scaler"] = self.accelerator.scaler.state_dict()
             torch.save(held, folder / "training.pt")
@@ -460,11 +479,18 @@ class Engine(Agreement):
         """Inverse of `save_state`, on any number of processes."""
         self._same_kind(folder, manifest)
         held = _opened(folder / "training.pt")
-        self.module.load_state_dict(held["model"])
-        # A copy: the optimizer keeps the tensors it is given, and the file will be pruned.
-        self.optimizer.load_state_dict(copy.deepcopy(held["optimizer"]))
+        self._put(held["model"])
+        self.optimizer.load_state_dict(self._own_part(held["optimizer"]))
         if self.accelerator.scaler is not None and "scaler" in held:
             self.accelerator.scaler.load_state_dict(held["scaler"])
+
+    def _whole_optimizer(self) -> dict[str, Any]:
+        """Collective: the state of one process's optimizer, on rank 0 at least."""
+        return self.optimizer.state_dict()
+
+    def _own_part(self, whole: dict[str, Any]) -> dict[str, Any]:
+        """What this process keeps of `_whole_optimizer`; a copy: the file that holds it will be pruned."""
+        return copy.deepcopy(whole)
 
     def _same_kind(self, folder: Path, manifest: dict[str, Any]) -> None:
         if manifest["engine"] != self.kind:
@@ -479,11 +505,15 @@ class Engine(Agreement):
         self._put(_saved_weights(folder, manifest["engine"]))
 
     def _put(self, weights: dict[str, torch.Tensor]) -> None:
-        found = self.module.load_state_dict(weights, strict=False)
-        lacking = set(found.missing_keys) - self._tied()
-        if lacking or found.unexpected_keys:
-            names = ", ".join(sorted(lacking | set(found.unexpected_keys))[:3])
+        missing, unexpected = self._fill(weights)
+        lacking = set(missing) - self._tied()
+        if lacking or unexpected:
+            names = ", ".join(sorted(lacking | set(unexpected))[:3])
             raise BadSetting(f"the checkpoint is of another model ({names}); write the --model of its run")
+
+    def _fill(self, weights: dict[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+        """Copy `weights` into the model; names that it misses, and names that it does not know."""
+        return self.module.load_state_dict(weights, strict=False)
 
     def _tied(self) -> set[str]:
         """Names of weights that are another one's too."""
@@ -667,6 +697,11 @@ def _free_bytes_of_machine() -> int:
 def gpu() -> bool:
     """Whether torch sees one, of any vendor."""
     return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+
+
+def is_true(name: str) -> bool:
+    """Whether the environment's variable `name` says so, as accelerate's launcher writes it."""
+    return os.environ.get(name, "false").lower() in ("true", "1")
 
 
 def check_device_masks(environment: dict[str, str]) -> None:

@@ -12,8 +12,8 @@ divided. The noise scale tr(S) / |G|^2 is the batch size, in samples, at which t
 signal.
 
 |g_k| comes from hooks on the parameters, which see this process's gradient of this backward before any
-reduction: on one process, DDP and ZeRO 1 to 3 alike. Nothing is copied: each hook adds one squared norm to a
-scalar on the device.
+reduction: on one process, DDP, ZeRO 1 to 3 and FSDP2 alike. Nothing is copied: each hook adds one squared
+norm to a scalar on the device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ SIGNALS = {"noise_scale", "grad_cosine", "grad_variance"}  # those that need the
 class PassNorms:
     """Squared norms of the mean gradient of each pass of one step, summed over this process's passes."""
 
-    def __init__(self, model: torch.nn.Module, wanted: bool):
-        """Hooks are set only where a signal is `wanted`."""
+    def __init__(self, parameters: list[torch.nn.Parameter], wanted: bool):
+        """Hooks are set only where a signal is `wanted`, on `parameters`, the trainable ones."""
         self.wanted, self.on = wanted, False
         self._clear()
-        for parameter in model.parameters() if wanted else ():
-            if parameter.requires_grad:
-                parameter.register_hook(self._add)
+        for parameter in parameters if wanted else ():
+            parameter.register_hook(self._add)
 
     def prepare(self, batch: Batch, step: int, size: int, world_size: int) -> Batch:
         """Before a step of `size` samples: its settings, with passes split in two where it is measured.

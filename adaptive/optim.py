@@ -62,8 +62,7 @@ def depths_below_the_top(model: torch.nn.Module) -> dict[str, int]:
     Layers are the entries of the outermost ModuleList around a parameter, so that this holds for any
     architecture of transformers; an encoder and a decoder are counted each from its own top.
     """
-    stacks = {name: len(m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
-    outermost = {s: n for s, n in stacks.items() if not any(s.startswith(f"{o}.") for o in stacks)}
+    outermost = {name: len(stack) for name, stack in layer_stacks(model).items()}
     if not outermost:
         raise BadSetting("--layer_lr_decay needs a model with a list of layers; write 1.0")
     get_input = getattr(model, "get_input_embeddings", lambda: None)
@@ -80,6 +79,12 @@ def depths_below_the_top(model: torch.nn.Module) -> dict[str, int]:
         else:
             depths[name] = 0
     return depths
+
+
+def layer_stacks(model: torch.nn.Module) -> dict[str, torch.nn.ModuleList]:
+    """Name -> list of layers, without the lists inside layers."""
+    lists = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    return {name: m for name, m in lists.items() if not any(name.startswith(f"{o}.") for o in lists)}
 
 
 def _embeds(model: torch.nn.Module, name: str) -> bool:

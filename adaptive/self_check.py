@@ -7,10 +7,10 @@ right, and more where an engine, a driver or a fork of the loop scales, drops or
 
 Both are computed without dropout (the masks of other processes cannot be drawn here), so that the check sees
 the same gradient on any number of processes. Training is left as it was: no weight, buffer, draw or counter
-moves. It costs rank 0 a pass over the whole step and a second gradient in memory; under ZeRO-3, whose bare
-model cannot run alone, also a whole copy of the model. Layers that couple the samples of a pass (BatchNorm in
-training mode) are beyond it, as they are beyond the loop; with fp16 the loss scaler would notice, so it is
-refused there.
+moves. It costs rank 0 a pass over the whole step and a second gradient in memory; under ZeRO-3 and FSDP2,
+whose bare model cannot run alone, also a whole copy of the model. Layers that couple the samples of a pass
+(BatchNorm in training mode) are beyond it, as they are beyond the loop; with fp16 the loss scaler would
+notice, so it is refused there.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Alone:
     def __init__(self, engine: Any, model: torch.nn.Module):
         self.model, self.device = model, engine.device
         self.read, self.to_device = engine.read, engine.to_device
-        self.norms = PassNorms(model, wanted=False)
+        self.norms = PassNorms([], wanted=False)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.sums: list[torch.Tensor | None] = [None] * len(self.parameters)
 
@@ -121,7 +121,7 @@ def _compared(own: torch.Tensor | None, reduced: torch.Tensor | None) -> tuple[f
 
 
 def _bare_model(config: Config, engine: Any, task: Any) -> torch.nn.Module:
-    """What rank 0 can run without the others; under ZeRO-3 a copy, which only rank 0 fills."""
+    """What rank 0 can run without the others; under ZeRO-3 and FSDP2 a copy, which only rank 0 fills."""
     if not engine.partitions_weights:
         return engine.module
     state = engine.whole_state()

@@ -63,7 +63,7 @@ class Switch:
 
         torch.Tensor.register_hook = keep
         try:
-            self.engine.norms = PassNorms(self.engine.module, bool(SIGNALS & VARIANTS[name]))
+            self.engine.norms = PassNorms(self.engine.local_parameters(), bool(SIGNALS & VARIANTS[name]))
         finally:
             torch.Tensor.register_hook = registered
         if "not measured" in name:

@@ -71,7 +71,7 @@ def bare_shell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(ROOT)
     with mock.patch.dict(os.environ):  # torch's launcher writes to os.environ itself
         for name in list(os.environ):
-            if name.startswith(("ACCELERATE_", "OMP_", "DS_")) or name.endswith("VISIBLE_DEVICES"):
+            if name.startswith(("ACCELERATE_", "FSDP_", "OMP_", "DS_")) or name.endswith("VISIBLE_DEVICES"):
                 del os.environ[name]
         yield
 
@@ -80,7 +80,7 @@ def become_worker(path: Path, *flags: str) -> None:
     """Take on the environment of a worker of `accelerate launch --config_file path *flags train.py`."""
     command = ["--config_file", str(path), "--main_process_port", "0", *flags, "train.py"]
     args, defaults, precision_in_yaml = _validate_launch_command(launch_command_parser().parse_args(command))
-    if not args.use_deepspeed and not args.multi_gpu:
+    if not args.use_deepspeed and not args.multi_gpu and not args.use_fsdp:
         os.environ.update(prepare_simple_launcher_cmd_env(args)[1])
         return
     if args.use_deepspeed:
@@ -97,6 +97,7 @@ def test_every_layout_is_shipped():
     names = {path.stem for path in LAYOUTS}
     assert names >= {"cpu", "cpu_ddp", "cpu_zero0", "cpu_zero1", "cpu_zero2", "cpu_zero3"}
     assert names >= {"single_gpu", "ddp", "zero1", "zero2", "zero3", "zero3_offload", "multi_node"}
+    assert names >= {"cpu_fsdp2", "fsdp2"}
     assert names >= {"rocm_single", "rocm_ddp", "rocm_zero2", "rocm_zero3"}
     assert {path.stem for path in ENGINES} >= {"zero0", "zero1", "zero2", "zero3", "zero3_offload"}
 
@@ -164,6 +165,20 @@ def test_deepspeed_layout_refers_to_a_file_and_repeats_none_of_it(path: Path, ba
     plugin.set_mixed_precision("bf16")
     assert plugin.deepspeed_config["bf16"]["enabled"] is True
     assert plugin.deepspeed_config["fp16"]["enabled"] is False
+
+
+@each([path for path in LAYOUTS if "fsdp" in path.name])
+def test_fsdp_layout_asks_for_version_2_and_keeps_models_whole_until_they_are_sharded(
+    path: Path, bare_shell: None
+):
+    """Mutations: `fsdp_version` left out (1); `fsdp_cpu_ram_efficient_loading` left out (true)."""
+    assert load_config_from_file(str(path)).distributed_type == DistributedType.FSDP
+    become_worker(path)
+    told = {
+        name: os.environ[f"FSDP_{name}"] for name in ("VERSION", "RESHARD_AFTER_FORWARD", "OFFLOAD_PARAMS")
+    }
+    assert told == {"VERSION": "2", "RESHARD_AFTER_FORWARD": "true", "OFFLOAD_PARAMS": "false"}
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "false"
 
 
 @each([path for path in LAYOUTS if path not in DEEPSPEED_LAYOUTS])

@@ -16,6 +16,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.modeling_outputs import CausalLMOutput
 
 import train
 from adaptive.config import BadSetting, parse
@@ -89,7 +92,7 @@ class Net(torch.nn.Module):
 
     def forward(self, input_ids, attention_mask=None, use_cache=None):
         logits = self.head(torch.tanh(self.inner(self.embed(input_ids))))
-        return type("Output", (), {"logits": logits})
+        return CausalLMOutput(logits=logits)
 
 
 def make_rows() -> list[dict]:
@@ -233,7 +236,12 @@ def held(engine) -> list[torch.Tensor]:
     else:
         masters, inner = wrapper.single_partition_of_fp32_groups, wrapper.optimizer
     momenta = [state["momentum_buffer"] for state in inner.state.values() if "momentum_buffer" in state]
-    return [tensor.detach().clone() for tensor in [*masters, *momenta]]
+    return [local(tensor).detach().clone() for tensor in [*masters, *momenta]]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of it under FSDP2, else all of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def masters(engine) -> torch.Tensor:
@@ -245,6 +253,8 @@ def masters(engine) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
         tensors = map(safe_get_full_fp32_param, tensors)
+    if isinstance(engine.model, FSDPModule):
+        tensors = [p.full_tensor() for p in tensors]
     return torch.cat([p.detach().flatten().clone() for p in tensors])
 
 
@@ -254,7 +264,10 @@ def job_steps(out: Path) -> list[dict]:
     """
     engine, task = start("--max_grad_norm", "0")
     calls, hooked, seen = [], not hasattr(engine.model, "backward"), []
-    if hooked and engine.world_size > 1:
+    if isinstance(engine.model, FSDPModule):
+        reduce = dist.reduce_scatter_single
+        dist.reduce_scatter_single = lambda *a, **k: (calls.append(1), reduce(*a, **k))[1]
+    elif hooked and engine.world_size > 1:
         engine.overlaps, engine.proven = True, 10**9  # as on GPUs: the last backward reduces
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -271,7 +284,8 @@ def job_steps(out: Path) -> list[dict]:
         before, memory = whole(engine), held(engine)
         measured = one_step(engine, task, numbers, micro, mode)
         checks = [
-            float(p.grad.double().sum()) if p.grad is not None else 0.0 for p in engine.model.parameters()
+            float(g.double().sum()) if g is not None else 0.0
+            for g in (engine.full_gradient() if hooked else ())
         ]
         skipped = train.update(engine, measured, RATE)
         after, kept = whole(engine), held(engine)

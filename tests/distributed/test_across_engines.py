@@ -1,4 +1,4 @@
-"""Weights and counters go from one engine to another with --weights_only, and nothing else does."""
+"""Weights and counters go from one engine to another with --weights_only; what else does, between which."""
 
 from __future__ import annotations
 
@@ -52,3 +52,19 @@ def test_weights_go_from_engine_to_engine(tmp_path):
     last = opened("cpu", third, 10)
     assert distance(last, whole) < 1e-6
     assert [r["positions"] for r in records(last)] == [r["positions"] for r in records(whole)]
+
+
+def test_fsdp2_and_one_process_open_each_others_checkpoints(tmp_path):
+    """One process to FSDP2 on 2, with the optimizer's momentum, as one process throughout: to 1e-6.
+
+    The way back is in test_resume.py. Mutation: `_own_part` that hands on no state (1e-2).
+    """
+    momentum = ["--optim_args", "momentum=0.9", "--learning_rate", "0.02"]
+    first, whole = tmp_path / "first", tmp_path / "whole"
+    runs = [settings(first, 6, *momentum), settings(whole, 12, *momentum)]
+    done = run_python(HERE / "several_runs.py", json.dumps(runs))
+    assert done.returncode == 0, done.stderr[-3000:]
+    on = [settings(first, 12, *momentum, "--resume_from_checkpoint", "auto")]
+    launch("cpu_fsdp2", 2, HERE / "several_runs.py", json.dumps(on), ADAPTIVE_TIMEOUT_MINUTES="0.5")
+    assert set(audits(first)) == {0, 1}
+    assert distance(first, whole) < 1e-6

@@ -1,4 +1,4 @@
-"""The contrastive task on two processes, DDP and ZeRO: the weights, losses and retrieval of one process."""
+"""The contrastive task on two processes, DDP, ZeRO, FSDP2: weights, losses and retrieval of one process."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ LAYOUTS = {  # micro-batch, tolerance: DeepSpeed steps in fp32, whatever the mod
     "cpu_ddp": ("3", 1e-10),
     "cpu_zero2": ("2", 1e-6),
     "cpu_zero3": ("4", 1e-6),
+    "cpu_fsdp2": ("3", 1e-10),
 }
 
 pytestmark = pytest.mark.slow

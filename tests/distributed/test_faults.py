@@ -24,6 +24,7 @@ LAUNCHES = {
     "zero1": ("cpu_zero1", 2, "steps clip bf16 evaluate"),
     "zero2": ("cpu_zero2", 2, "steps clip bf16 schedules"),
     "zero3": ("cpu_zero3", 2, "steps clip bf16 evaluate initial runs"),
+    "fsdp2": ("cpu_fsdp2", 2, "steps clip bf16 evaluate initial runs"),
 }
 _launched: dict[str, tuple[Path, list[dict]] | None] = {}
 
@@ -84,9 +85,10 @@ def test_steps_follow_the_reference(ran, name):
     """R01, R05, R07, R11, R16, R17, R18, R20, R21, R31, R36, R38: 15 steps with momentum and weight decay.
 
     Every rank has the reference's loss, norm, items and decision; after every step the weights to 1e-6; a
-    skipped step changes no bit of weights, masters and momentum. One reduction a step on DDP, one engine step
-    on ZeRO, `no_sync` never entered there. Mutations: tokens summed on this rank only (R01, 1e-1);
-    `_boundary(True)` always (ZeRO-1, 2 keep the last pass, 1e-1); pass_ without no_sync (3 reductions);
+    skipped step changes no bit of weights, masters and momentum. One reduction a step on DDP and FSDP2, one
+    engine step on ZeRO, `no_sync` never entered there. Mutations: tokens summed on this rank only (R01,
+    1e-1); `_boundary(True)` always (ZeRO-1, 2 keep the last pass, 1e-1); pass_ without no_sync, or with
+    `set_requires_gradient_sync(True)` always (3 reductions);
     DeepSpeedEngine.discard that returns at once (ZeRO-0 keeps the NaN, ZeRO-3 stops; the boundary of this
     DeepSpeed's stages 1 and 2 overwrites what was left); fewer passes on the rank with the smaller share.
     """
@@ -104,7 +106,7 @@ def test_steps_follow_the_reference(ran, name):
         assert all(t["n_held"] for t in told), at  # "unchanged" compared something
         if told[0]["checks"] and skipped is None:
             assert all(t["checks"] == told[0]["checks"] for t in told), at  # gradients, before the step
-        if name.startswith("ddp"):
+        if name.startswith(("ddp", "fsdp")):
             assert {t["reductions"] for t in told} == {1}, at
         else:
             assert {t["engine_steps"] for t in told} == {int(skipped is None)}, at

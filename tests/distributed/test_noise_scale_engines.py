@@ -12,13 +12,13 @@ from test_same_answer import COMMON, HERE, SGD
 pytestmark = pytest.mark.slow
 
 
-def test_same_noise_scale_on_ddp_and_zero(tmp_path):
-    """2 processes, passes of at most 3 samples, 25 steps: to 1e-5 on DDP and ZeRO 1, 2, 3.
+def test_same_noise_scale_on_every_engine(tmp_path):
+    """2 processes, passes of at most 3 samples, 25 steps: to 1e-5 on DDP, ZeRO 1, 2, 3 and FSDP2.
 
-    Mutation: hooks that see another scale under one of the engines.
+    Mutations: hooks that see another scale under one of the engines; hooks on FSDP2's sharded weights (none).
     """
     measured = {}
-    for layout in ("cpu_ddp", "cpu_zero1", "cpu_zero2", "cpu_zero3"):
+    for layout in ("cpu_ddp", "cpu_zero1", "cpu_zero2", "cpu_zero3", "cpu_fsdp2"):
         folder = tmp_path / layout
         arguments = [*COMMON, *SGD, "--micro_batch_size", "3", "--max_steps", "25"]
         arguments += ["--output_dir", str(folder)]

@@ -114,15 +114,18 @@ CASES = [  # layout, processes until step 23, then, optimizer
     ("cpu_zero1", 2, (3,), GENTLE_ADAMW),
     ("cpu_zero2", 2, (2, 1), GENTLE_ADAMW),
     ("cpu_zero3", 2, (2, 3), GENTLE_ADAMW),
+    ("cpu_fsdp2", 2, (2, 3, 1), GENTLE_ADAMW),
 ]
 
 
 @pytest.mark.parametrize(("layout", "first", "then", "optimizer"), CASES, ids=[case[0] for case in CASES])
 def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, optimizer):
-    """W = 2 until step 23, then others to the end: rows, sizes and losses as without a stop, weights to 1e-6.
+    """W = 2 until step 23, then others to the end: rows, sizes and losses as without a stop, weights to 1e-6,
+    and to the bit where W stays.
 
     Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not
-    loaded; settings of the parameter groups not put back after a conversion (biases decay).
+    loaded; settings of the parameter groups not put back after a conversion (biases decay); FSDP2's `_part`
+    that gives every rank the first one's rows.
     """
     settings = [*COMMON, *optimizer, "--micro_batch_size", "3"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -138,7 +141,7 @@ def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, opt
         assert [r["loss"] for r in a if r["loss"]] == pytest.approx(
             [r["loss"] for r in b if r["loss"]], rel=1e-5
         )
-        assert distance(folder, whole) < 1e-6
+        assert distance(folder, whole) < (1e-6 if processes != first else 1e-30)
         assert set(audits(folder)) == set(range(max(first, processes)))
         assert not list((folder / "checkpoints").glob(".*")), "nothing is left of a conversion"
 

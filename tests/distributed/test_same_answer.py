@@ -37,6 +37,7 @@ ADAMW64 = ["--optim", "adamw_torch", "--learning_rate", "1e-3", "--dtype", "floa
 ADAMW = ["--optim", "adamw_torch", "--learning_rate", "1e-3", "--max_steps", "20"]
 HALF = [*ADAMW, "--beta_scaling", "half_life"]
 CHECKED = [*HALF, "--self_check", "7"]
+CHECKPOINTED = [*SGD, "--gradient_checkpointing"]
 CUTS = {  # layout, processes -> {name: (optimizer, micro-batch, workers)}
     ("cpu", 1): {"sgd-1-3-2": (SGD, 3, 2), "adamw64-1-1-0": (ADAMW64, 1, 0)},
     ("cpu_ddp", 2): {"sgd-2-3-0": (SGD, 3, 0), "adamw64-2-64-2": (ADAMW64, 64, 2)},
@@ -46,6 +47,8 @@ CUTS = {  # layout, processes -> {name: (optimizer, micro-batch, workers)}
     ("cpu_zero1", 2): {"sgd-z1": (SGD, 3, 0), "adamw-z1": (ADAMW, 3, 0), "half-z1": (CHECKED, 3, 0)},
     ("cpu_zero2", 2): {"sgd-z2": (SGD, 3, 0), "adamw-z2": (ADAMW, 3, 0), "half-z2": (CHECKED, 3, 0)},
     ("cpu_zero3", 2): {"sgd-z3": (SGD, 3, 0), "adamw-z3": (ADAMW, 3, 0), "half-z3": (CHECKED, 3, 0)},
+    ("cpu_fsdp2", 2): {"sgd-f2": (SGD, 3, 0), "adamw64-f2": (ADAMW64, 2, 2), "half-f2": (CHECKED, 3, 0)},
+    ("cpu_fsdp2", 3): {"sgd-f3": (CHECKPOINTED, 1, 0), "adamw64-f3": (ADAMW64, 64, 0)},
 }
 REFERENCES = {
     "sgd": (SGD, 64, 0), "adamw64": (ADAMW64, 64, 0), "adamw": (ADAMW, 64, 0), "half": (HALF, 64, 0),
@@ -91,7 +94,8 @@ def test_weights_losses_and_samples_do_not_depend_on_the_cut(reference, tmp_path
     """Mutations: mean of micro-batch means in train.gradient (1e-2); `world_size *` left out of loss_scale
     (1e-1); gradient_accumulation_boundary always True (ZeRO-1, 2: 1e-1); share() that gives all ranks
     the first one's rows (rows twice). Of half_life (with a self check, which must not disturb): torch's own
-    bias correction (1e-2). Of the self check: the gradient of this process alone compared (0.5 and more).
+    bias correction (1e-2). Of the self check: the gradient of this process alone compared (0.5 and more). Of
+    FSDP2: `set_requires_gradient_sync(not last)`; rows of `_part` by strides and not in one piece.
     """
     run_all(tmp_path, layout, processes, CUTS[layout, processes])
     for name in CUTS[layout, processes]:
