@@ -86,7 +86,9 @@ class Engine(Agreement):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         if is_true("ACCELERATE_USE_DEEPSPEED"):
             from adaptive.deepspeed_engine import DeepSpeedEngine as cls
-        elif is_true("ACCELERATE_USE_FSDP") and os.environ.get("WORLD_SIZE", "1") != "1":
+        elif is_true("ACCELERATE_USE_FSDP") and (  # one process shards nothing, and may have no group
+            os.environ.get("WORLD_SIZE", "1") != "1" or dist.is_initialized()
+        ):
             from adaptive.fsdp_engine import FSDPEngine as cls
         return cls(config)
 

@@ -31,7 +31,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop")
 
 
 class FSDPEngine(Engine):
-    """FSDP2, on two processes or more."""
+    """FSDP2, where there is a process group."""
 
     sharded, repeats, partitions_weights = True, False, True
     name = "FSDP2"
@@ -68,7 +68,8 @@ class FSDPEngine(Engine):
         own = [t for t in states if not isinstance(t, DTensor)]
         for tensor in own:
             tensor.data = tensor.data.to(self.device)
-        dist._broadcast_coalesced(dist.group.WORLD, [tensor.data for tensor in own], BUCKET_BYTES, 0)
+        if own:
+            dist._broadcast_coalesced(dist.group.WORLD, [t.data for t in own], BUCKET_BYTES, 0)
         policy = MixedPrecisionPolicy()
         if self.config.hardware.bf16:  # sums over processes in fp32; logits too, as accelerate hands them out
             out = torch.float32 if module is self.module else None

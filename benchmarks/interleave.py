@@ -40,11 +40,14 @@ def run(flags: list[str], plain_step: Callable, n_blocks: int, block_steps: int)
 
     def tell(report, record):
         told(report, record)
+        if len(block) == block_steps - 1:
+            settle()
         block.append(clocks() - since[0])
         if len(block) == block_steps:
             template.append(np.array(block[1:]))
             block.clear()
-            plain.append(np.array([timed(plain_step) for _ in range(block_steps)][1:]))
+            last = [False] * (block_steps - 1) + [True]
+            plain.append(np.array([timed(plain_step, ends_block) for ends_block in last][1:]))
         since[0] = clocks()
 
     folder = tempfile.mkdtemp()
@@ -68,7 +71,15 @@ def clocks() -> np.ndarray:
     return np.array([time.perf_counter(), time.process_time()])
 
 
-def timed(step: Callable) -> np.ndarray:
+def timed(step: Callable, ends_block: bool) -> np.ndarray:
     start = clocks()
     step()
+    if ends_block:
+        settle()
     return clocks() - start
+
+
+def settle() -> None:
+    """Wait for what a GPU still has to do of the block."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

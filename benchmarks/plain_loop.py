@@ -13,6 +13,7 @@ time is rank 0's; it says the same where other programs take turns on the cores,
 
 from __future__ import annotations
 
+import os
 import statistics
 
 import interleave
@@ -27,7 +28,10 @@ from adaptive.optim import build_optimizer
 from adaptive.tasks import load_task
 
 ROWS, TOKENS = 16, 128  # per process and step
-N_BLOCKS, BLOCK_STEPS = 30, 10  # short blocks, so that what else the machine does falls on both
+N_BLOCKS, BLOCK_STEPS = (
+    int(os.environ.get("BLOCKS", "30")),
+    10,
+)  # short blocks, so that what else the machine does falls on both
 
 
 class Plain:
