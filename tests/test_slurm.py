@@ -29,8 +29,7 @@ def test_it_parses_and_asks_for_the_signal_early():
 def test_the_signal_saves_and_queues_again(tmp_path):
     """USR1 to the script: all processes finish the step and save, status 0, one requeue; a start goes on.
 
-    Mutations: the signal handed to the launcher (status is not 0, nothing saved); to every process twice;
-    `wait` once (the job ends before the save).
+    Mutations: the signal handed to the launcher (status 138); `wait` once (the job ends before the save).
     """
     for name, text in SLURM.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
