@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,7 @@ class Agreement:
 
     def __init__(self, rank: int, world_size: int, group: Any = None):
         self.rank, self.world_size, self.group = rank, world_size, group
+        self.met_at = time.monotonic()  # when this process last turned to the others
         self._begun: Callable[[], list] | None = None  # a sum that was started and not yet asked for
 
     def from_rank0(self, decide: Callable[[], Any]) -> Any:
@@ -135,6 +137,7 @@ class Agreement:
 
     def _finish(self) -> None:
         """A sum nobody asked for yet comes before the next message: one order on all ranks, come what may."""
+        self.met_at = time.monotonic()
         if self._begun:
             self._begun()
 

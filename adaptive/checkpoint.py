@@ -153,7 +153,7 @@ class Checkpoints:
             self._go_back(0)
             return fresh
         self.opened = Path(chosen).resolve()
-        manifest = json.loads((self.opened / MANIFEST).read_text())
+        manifest = self.engine.from_rank0(lambda: json.loads((self.opened / MANIFEST).read_text()))
         state = RunState.from_json(manifest["state"])
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
@@ -164,13 +164,17 @@ class Checkpoints:
                 print(f"weights and counters of {chosen}; the optimizer starts afresh (--weights_only)")
         else:
             self._same_optimizer(manifest)
-            self.engine.load_state(self.opened, manifest)
+            with self.engine.own_settings():
+                self.engine.load_state(self.opened, manifest)
         self.saved_step = state.step
         if self.opened.parent == self.folder.resolve():  # else a branch, which is a run of its own
             self.run_id = manifest["wandb_run_id"]
         if self.engine.is_main:
             for line in changes(manifest["config"], self.config.flat(), state.size):
                 print(line, flush=True)
+            if manifest["world_size"] != self.engine.world_size:
+                processes = f"{self.engine.world_size} process(es) go on from {manifest['world_size']}"
+                print(f"{processes}: the same samples in each step, dropout with other masks", flush=True)
         if self._go_back(state.step):
             state.evaluated_at, state.evaluation_owed = state.step, False
         return state

@@ -128,17 +128,18 @@ class DeepSpeedEngine(Engine):
     def load_state(self, folder, manifest):
         self._same_kind(folder, manifest)
         if manifest["world_size"] != self.world_size and self.stage:
-            self._load_universal(folder)
+            self._load_universal(folder, manifest["world_size"])
         else:
             self.model.load_checkpoint(str(folder), tag="engine")
 
-    def _load_universal(self, folder: Path) -> None:
+    def _load_universal(self, folder: Path, saved: int) -> None:
         """Shards of another number of processes, through DeepSpeed's universal format, made and removed here.
 
         BadSetting where it knows no such conversion: Adam-type optimizers in fp32 only.
         """
         universal = folder.with_name(f".{folder.name}.universal")
-        self.from_rank0(lambda: _convert(folder / "engine", universal / "engine"))
+        by = f"{saved} process(es), which are {self.world_size} now"
+        self.from_rank0(lambda: _convert(folder / "engine", universal / "engine", by))
         settings = [
             {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
         ]
@@ -218,7 +219,7 @@ class DeepSpeedEngine(Engine):
         return [p.grad for p in groups if p.grad is not None]
 
 
-def _convert(source: Path, target: Path) -> None:
+def _convert(source: Path, target: Path, by: str) -> None:
     """DeepSpeed's checkpoint `source` -> universal `target`; BadSetting when its optimizer has no
     conversion.
     """
@@ -233,7 +234,7 @@ def _convert(source: Path, target: Path) -> None:
         shutil.rmtree(target.parent, ignore_errors=True)
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise BadSetting(
-            f"{source.parent} was saved by another number of processes, and DeepSpeed cannot convert its "
-            f"optimizer's state ({reason}); start with as many processes as before (its manifest.json says), "
+            f"{source.parent} was saved by {by}, and DeepSpeed cannot convert its "
+            f"optimizer's state ({reason}); start with as many processes as before, "
             "train with AdamW, or write --weights_only to start the optimizer afresh"
         )

@@ -31,6 +31,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 import zipfile
 from collections.abc import Callable, Iterator, Set
@@ -52,7 +53,7 @@ from accelerate.utils import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from adaptive import noise_scale
+from adaptive import device_masks, noise_scale
 from adaptive.agreement import Agreement
 from adaptive.config import BadSetting, Config
 from adaptive.memory import ran_out
@@ -75,12 +76,15 @@ class Engine(Agreement):
     _told = False  # this process has said why the run stops
     _watcher: threading.Thread | None = None  # by which it hears why
     _leaving = threading.Event()
+    step, _silence_told = 0, 0.0  # the last one begun; when processes had last met, of the last word on it
     repeats = True  # whether a step that ran out of memory on one rank can be dropped and run again
 
     @classmethod
     def start(cls, config: Config) -> Engine:
         """The engine that `accelerate launch` asked for."""
-        check_device_masks(os.environ)
+        wrong = device_masks.problem(os.environ)
+        if wrong:
+            print(f"warning: {wrong[0]}; {wrong[1]}", file=sys.stderr)
         if not gpu():
             # Else whatever imports DeepSpeed warns that it is so.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -176,6 +180,7 @@ class Engine(Agreement):
 
         `same_everywhere` leaves the rank out: for the initial weights.
         """
+        self.step = step
         text = f"{self.config.run.seed} {'all' if same_everywhere else self.rank} {step}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
         # Without devices only the CPU's: torch.manual_seed formats the call stack for those that may be
@@ -332,8 +337,11 @@ class Engine(Agreement):
         return BadSetting(store.get(LAST_WORD).decode()) if store.check([LAST_WORD]) else None
 
     def _watch(self) -> None:
-        """A rank that waits for one that ran out of memory ends soon, with its line, on every backend."""
+        """A rank that waits for one that ran out of memory ends soon, with its line, on every backend; and
+        where a rank hangs each says what it is doing.
+        """
         while not self._leaving.wait(1):
+            self._tell_silence()
             try:
                 word = self._last_word()
             except Exception:  # the store went with the run
@@ -342,6 +350,18 @@ class Engine(Agreement):
                 print(f"[rank {self.rank}] error: {word}", file=sys.stderr, flush=True)
                 time.sleep(2 * LINGER_SECONDS)  # where the collective fails by itself, the end is a tidy one
                 os._exit(2)
+
+    def _tell_silence(self) -> None:
+        """Once for each time that processes have not met for half of the timeout: the step, and where this
+        one stands. Who hangs stands elsewhere than the others.
+        """
+        silent = time.monotonic() - self.met_at
+        if silent < 30 * TIMEOUT_MINUTES or self._silence_told == self.met_at:
+            return
+        self._silence_told = self.met_at
+        stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
+        line = f"[rank {self.rank}] no word between processes for {silent:.0f} seconds, in step {self.step}"
+        print(f"{line}; this one stands here:\n{''.join(stack[-8:])}", file=sys.stderr, flush=True)
 
     def backward(self, loss: torch.Tensor) -> None:
         self.accelerator.backward(loss)
@@ -411,7 +431,7 @@ class Engine(Agreement):
         if self.device.type == "cpu":
             free = _free_bytes_of_machine() // int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         else:
-            free = torch.cuda.mem_get_info(self.device)[0]
+            free = self._free_and_total()[0]
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         if not self.optimizer.state and not self.sharded:  # Adam's two moments come with the first step
             free -= 2 * sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
@@ -426,12 +446,16 @@ class Engine(Agreement):
             import psutil
 
             return psutil.virtual_memory().percent / 100
+        free, total = self._free_and_total()
+        return 1 - free / total
+
+    def _free_and_total(self) -> tuple[int, int]:
+        """Bytes of the device; what the allocator has reserved is not free."""
         try:
-            free, total = torch.cuda.mem_get_info(self.device)
+            return torch.cuda.mem_get_info(self.device)
         except RuntimeError:  # as on some ROCm versions: what we reserved, over what the device has
             total = torch.cuda.get_device_properties(self.device).total_memory
-            free = total - torch.cuda.memory_reserved(self.device)
-        return 1 - free / total
+            return total - torch.cuda.memory_reserved(self.device), total
 
     def set_step(self, rate: float, moment: SecondMoment | None = None) -> None:
         """Learning rate of the coming step, and Adam's second moment where it is not the configured one."""
@@ -493,6 +517,15 @@ class Engine(Agreement):
     def _own_part(self, whole: dict[str, Any]) -> dict[str, Any]:
         """What this process keeps of `_whole_optimizer`; a copy: the file that holds it will be pruned."""
         return copy.deepcopy(whole)
+
+    @contextlib.contextmanager
+    def own_settings(self) -> Iterator[None]:
+        """Around `load_state`: settings such as --weight_decay stay this start's, not the checkpoint's."""
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        yield
+        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
+            group.pop("own_weight_decay", None)  # see set_step
+            group.update(own)
 
     def _same_kind(self, folder: Path, manifest: dict[str, Any]) -> None:
         if manifest["engine"] != self.kind:
@@ -704,19 +737,3 @@ def gpu() -> bool:
 def is_true(name: str) -> bool:
     """Whether the environment's variable `name` says so, as accelerate's launcher writes it."""
     return os.environ.get(name, "false").lower() in ("true", "1")
-
-
-def check_device_masks(environment: dict[str, str]) -> None:
-    """Warn where two variables that hide GPUs contradict each other; they are read, never set."""
-    names = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-    masks = {name: environment[name] for name in names if name in environment}
-    text = ", ".join(f"{name}={value!r}" for name, value in masks.items())
-    if torch.version.hip or "ROCR_VISIBLE_DEVICES" in masks or "HIP_VISIBLE_DEVICES" in masks:
-        if len(set(masks.values())) > 1:
-            print(
-                f"warning: {text}: they filter one after the other and may hide every GPU; keep one",
-                file=sys.stderr,
-            )
-    empty = [name for name, value in masks.items() if not value.strip()]
-    if empty:
-        print(f"warning: {empty[0]} is empty and hides every GPU; unset it to use them", file=sys.stderr)

@@ -6,6 +6,7 @@ import ast
 import json
 import pickle
 import resource
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -164,6 +165,38 @@ def test_another_optimizer_is_refused_or_asked_for(tmp_path, capfd):
     assert run(folder, *resume, "--weights_only", "--max_steps", "6").updates == 6
 
 
+def test_settings_of_a_resumed_start_hold(tmp_path, capfd):
+    """R59. Another rate, decay and momentum hold from the first resumed step on, and are told; the momentum
+    that was gathered is the checkpoint's. Without them it is the run without a stop, to the bit.
+
+    Mutation: own_settings left out (torch's load_state_dict takes weight decay and momentum of the file).
+    """
+    always = ["--lr_scheduler_type", "constant", "--weight_decay", "0.1", "--save_every", "1 steps"]
+
+    def weight(folder, *more):
+        assert run(folder, *always, *more).step
+        return torch.load(folder / "model" / "weights.pt")["weight"]
+
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    last = weight(whole, "--max_steps", "4")
+    weight(cut, "--max_steps", "3")
+    held = torch.load(cut / "checkpoints" / "step_3" / "training.pt")
+    shutil.copytree(cut, tmp_path / "same")
+    on = ["--max_steps", "4", "--resume_from_checkpoint", "auto"]
+    assert torch.equal(weight(tmp_path / "same", *on), last)
+
+    capfd.readouterr()
+    changed = ["--learning_rate", "0.03", "--weight_decay", "0.5", "--optim_args", "momentum=0.2"]
+    moved = weight(cut, *on, *changed)
+    told = capfd.readouterr().out
+    assert "--learning_rate is 0.03, and was 0.01" in told and "--weight_decay is 0.5, and was 0.1" in told
+    before, gathered = held["model"]["weight"], held["optimizer"]["state"][0]["momentum_buffer"]
+    used = torch.load(whole / "checkpoints" / "step_4" / "training.pt")["optimizer"]["state"][0]
+    gradient = used["momentum_buffer"] - 0.9 * gathered - 0.1 * before
+    right = before - 0.03 * (gradient + 0.5 * before + 0.2 * gathered)
+    assert torch.allclose(moved, right, atol=1e-6) and not torch.allclose(moved, last, atol=1e-4)
+
+
 def test_a_checkpoint_cannot_run_code(tmp_path):
     """R56. A pickle in place of training.pt, its manifest forged: refused in one line, and not run.
 
@@ -188,7 +221,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
 
 
 def test_another_engine_is_refused_or_asked_for(tmp_path):
-    """ZeRO's checkpoint on DDP: a line that names the flag. Mutation: opened without optimizer state."""
+    """R30. ZeRO's checkpoint on DDP: a line that names the flag. Mutation: opened without optimizer state."""
     folder = tmp_path / "run"
     run(folder, "--max_steps", "2")
     path = folder / "checkpoints" / "step_2" / "manifest.json"

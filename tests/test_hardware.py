@@ -1,14 +1,19 @@
-"""Compiled models, adapters, attention, checkpointed activations and half precision: one process, the real
-loop.
+"""Compiled models, adapters, attention, checkpointed activations, half precision: one process, the real loop.
+And what a device or its driver may answer, played.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from launching import records
+from launching import records, run_python
 from safetensors.torch import load_file
 from torch._dynamo.utils import counters
 from transformers import (
@@ -22,7 +27,10 @@ from transformers import (
 )
 
 import train
+from adaptive import engine as module
+from adaptive.agreement import Agreement
 from adaptive.config import BadSetting, parse
+from adaptive.engine import Engine
 from adaptive.tasks.causal_lm import CausalLM
 
 COMMON = ["--report_to", "none", "--optim", "sgd", "--learning_rate", "0.1", "--lr_scheduler_type",
@@ -178,3 +186,114 @@ def test_lora_refusals_are_one_line(folder):
     with pytest.raises(BadSetting, match="--lora_target_modules nothing_of_this_name"):
         CausalLM().model(parse(["--model", str(folder / "gpt2"), "--peft", "lora",
                                 "--lora_target_modules", "nothing_of_this_name"]))  # fmt: skip
+
+
+# Devices
+
+
+def with_gpu(monkeypatch, allocated: int, reserved: int, mem_get_info) -> Engine:
+    """An engine that takes its device for a GPU of 100 bytes."""
+    engine = Engine.start(parse(["--output_dir", "unused"]))
+    engine.device = torch.device("cuda")
+    engine.optimizer = SimpleNamespace(state={"there": 1})
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: allocated)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=100))
+    return engine
+
+
+def test_memory_of_a_device_that_does_not_say(monkeypatch):
+    """R93, R95. 40 of 100 allocated, 95 reserved: usage is 0.95, and 60 are ours to use, whether the driver
+    answers or, as on some ROCm versions, raises.
+
+    Mutations: usage from memory_allocated (0.4); mem_get_info unguarded in free_bytes (RuntimeError).
+    """
+
+    def broken(device):
+        raise RuntimeError("HIP error: invalid argument")
+
+    for answer in (lambda device: (5, 100), broken):
+        engine = with_gpu(monkeypatch, 40, 95, answer)
+        assert engine.memory_usage() == pytest.approx(0.95)
+        assert engine.free_bytes() == 60
+
+
+@pytest.mark.parametrize(
+    ("given", "warned"),
+    [
+        ({}, ""), ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, "unset ROCR_VISIBLE_DEVICES"),
+        ({"HIP_VISIBLE_DEVICES": "0,1", "CUDA_VISIBLE_DEVICES": "0"}, "keep HIP_VISIBLE_DEVICES"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "every device is hidden"), ({"CUDA_VISIBLE_DEVICES": "-1"}, ""),
+    ],
+)  # fmt: skip
+def test_masks_are_looked_at_when_a_run_starts(monkeypatch, capsys, given, warned):
+    """R96. One warning, and the variables stay as they were. Mutation: pairs compared as texts (1 and 1)."""
+    monkeypatch.setattr(module.os, "environ", {"ACCELERATE_USE_CPU": "true"} | given)
+    Engine.start(parse(["--output_dir", "unused"]))
+    told = capsys.readouterr().err
+    assert warned in told and told.count("warning") == bool(warned)
+    assert {k: v for k, v in module.os.environ.items() if "VISIBLE" in k} == given
+
+
+def test_nothing_of_one_vendor_is_needed_to_start():
+    """R98. Without NVIDIA's and AMD's Python packages, and with no program started: everything imports, and
+    the optimizer is torch's own. Mutation: `import pynvml`, or a look at nvidia-smi, at the top of a file.
+    """
+    program = (
+        "import importlib, pkgutil, subprocess, sys\n"
+        "for name in ('pynvml', 'amdsmi', 'apex', 'bitsandbytes', 'flash_attn', 'deepspeed', 'triton'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch, accelerate, adaptive\n"
+        "def refused(*a, **k): raise AssertionError(f'started {a}')\n"
+        "subprocess.Popen.__init__ = refused\n"
+        "import train\n"
+        "for found in pkgutil.walk_packages(adaptive.__path__, 'adaptive.'):\n"
+        "    importlib.import_module(found.name)\n"
+        "from adaptive.config import parse\n"
+        "print(parse([]).optim.optim)"
+    )
+    done = run_python("-c", program)
+    assert (done.returncode, done.stdout.split()) == (0, ["adamw_torch"]), done.stderr[-2000:]
+
+
+def test_only_the_engine_speaks_to_a_device():
+    """R98. Mutation: torch.cuda.synchronize() in signals.py (AttributeError or an error where none is)."""
+    root = Path(train.__file__).parent
+    others = [root / "train.py", *(p for p in (root / "adaptive").rglob("*.py") if p.name != "doctor.py")]
+    using = {p.name for p in others if "torch.cuda" in p.read_text() or "torch.xpu" in p.read_text()}
+    assert using <= {"engine.py", "deepspeed_engine.py"}, using
+
+
+# Processes that wait
+
+
+def test_the_timeout_reaches_the_process_group(monkeypatch):
+    """R77. Mutation: Accelerator without InitProcessGroupKwargs (half an hour whatever is set)."""
+    monkeypatch.setattr(module, "TIMEOUT_MINUTES", 0.25)
+    engine = Engine.start(parse(["--output_dir", "unused"]))
+    assert engine.accelerator.init_handler.timeout == timedelta(seconds=15)
+
+
+def test_a_process_that_waits_long_says_where(monkeypatch, capsys):
+    """R97. No word between processes for half of the timeout: rank, step and the functions it is in, once.
+
+    Mutations: the watcher that does not look; told every second; `met_at` never moved on.
+    """
+    monkeypatch.setattr(module, "TIMEOUT_MINUTES", 1 / 300)  # half of it: 0.1 seconds
+    engine = Engine.start(parse(["--output_dir", "unused"]))
+    engine.seed(7)
+    leaving = threading.Event()
+    monkeypatch.setattr(
+        engine, "_leaving", SimpleNamespace(wait=lambda seconds: leaving.wait(seconds / 50)), raising=False
+    )
+    monkeypatch.setattr(engine, "_last_word", lambda: None)
+    threading.Thread(target=engine._watch, daemon=True).start()
+    time.sleep(0.5)
+    leaving.set()
+    told = capsys.readouterr().err
+    assert told.count("[rank 0] no word between processes") == 1 and "in step 7" in told
+    assert sys._getframe().f_code.co_name in told
+    before = engine.met_at
+    Agreement._finish(engine)
+    assert engine.met_at > before

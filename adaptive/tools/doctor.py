@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from adaptive import device_masks
+
 HANDSHAKE_SECONDS = 60
-MASKS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -114,31 +115,16 @@ def _said(command: list[str]) -> str:
 
 def masks(machine: Machine) -> Iterator[Finding]:
     """Variables that hide devices; each counts within what the one before left, so that two may hide all."""
-    given = {name: machine.environment[name] for name in MASKS if name in machine.environment}
+    given = {name: machine.environment[name] for name in device_masks.NAMES if name in machine.environment}
     if not given:
         yield Finding("masks", "none set")
         return
     told = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    hiding = [name for name, value in given.items() if value.strip() in ("", "-1")]
-    if hiding:
-        yield Finding("masks", f"{told}: every device is hidden", f"unset {hiding[0]} to use them")
-        return
-    amd = {name: given[name] for name in MASKS[:2] if name in given}
-    if len(amd) == 2:
-        left = len(amd[MASKS[0]].split(","))
-        beyond = [number for number in amd[MASKS[1]].split(",") if number.isdigit() and int(number) >= left]
-        if beyond:
-            yield Finding(
-                "masks", f"{told}: ROCR leaves {left} device(s), counted from 0; HIP asks for {beyond[0]}",
-                f"unset {MASKS[0]} and keep {MASKS[1]}",
-            )  # fmt: skip
-            return
-    if amd and MASKS[2] in given and len(set(given.values())) > 1:
-        yield Finding(
-            "masks", f"{told}: they contradict each other", f"keep {next(iter(amd))} and unset the other"
-        )
-        return
-    yield Finding("masks", told)
+    wrong = device_masks.problem(given)
+    hiding = [name for name, value in given.items() if value.strip() == "-1"]
+    if hiding:  # meant, as in our CPU layouts; here it answers why no device is seen
+        wrong = f"{told}: every device is hidden", f"unset {hiding[0]} to use them"
+    yield Finding("masks", *(wrong or (told,)))
 
 
 def backends(machine: Machine) -> Iterator[Finding]:
