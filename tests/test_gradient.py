@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import signal
 import weakref
 from fractions import Fraction
@@ -25,6 +26,7 @@ from adaptive.config import BadSetting, parse
 from adaptive.data import Share, Source
 from adaptive.engine import Engine
 from adaptive.evaluate import evaluate
+from adaptive.order import Order
 from adaptive.plan import Lengths, exact, plan_step, share
 from adaptive.tasks import Loaded, Task
 from adaptive.tasks.causal_lm import CausalLM
@@ -489,8 +491,8 @@ def test_skipped_step_is_as_if_it_had_not_been(why):
 
 
 def test_skips_are_told_and_counted(tmp_path):
-    """R61. A NaN row: samples and the rate go on, `updates` does not; loss null; weights are those without
-    the step.
+    """R27, R61. A NaN row: samples and the rate go on, `updates` does not; loss null; weights are those
+    without the step.
 
     Mutation: `self.samples += plan.size` only where not skipped (the record falls behind its positions).
     """
@@ -521,7 +523,7 @@ def test_skips_are_told_and_counted(tmp_path):
 
 
 def test_non_finite_steps_in_a_row_end_the_run(tmp_path):
-    """Mutation: the count reset by every step: the run ends with success and random weights."""
+    """R27. Mutation: the count reset by every step: the run ends with success and random weights."""
     with pytest.raises(RuntimeError, match="4 non-finite steps in a row"):
         run(
             tmp_path / "run",
@@ -724,7 +726,7 @@ def test_empty_dataset_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("stream", [iter([{}]), range(3).__iter__(), map(dict, [])])
 def test_a_stream_is_refused_in_one_line(stream):
-    """R42. Mutation: no check: TypeError, object of type 'generator' has no len()."""
+    """R42, R43. Mutation: no check: TypeError, object of type 'generator' has no len()."""
     with pytest.raises(BadSetting, match="is a stream .*save_to_disk") as said:
         Source("train", stream, 0, 0, 1, 0)
     assert "\n" not in str(said.value)
@@ -877,6 +879,78 @@ def test_dropout_differs_by_step_and_not_by_run():
         seen.append(gradients(engine))
         engine.discard()
     assert distance(seen[0], seen[1]) > 1e-2 and all(map(torch.equal, seen[0], seen[2]))
+
+
+def test_draws_are_of_a_process_and_a_step():
+    """R55, R57. Torch, NumPy and Python draw a function of (seed, rank, step): nothing to save or to lose,
+    and a process that is new has draws of its own. Those for the initial weights are the same on all.
+
+    Mutation: the rank left out of Engine.seed (every process drops the same units).
+    """
+    engine, _ = prepared()
+
+    def drawn(rank: int, number: int, **how) -> tuple:
+        engine.rank = rank
+        engine.seed(number, **how)
+        return float(torch.rand(())), float(np.random.rand()), random.random()
+
+    places = [(rank, number) for rank in range(4) for number in range(3)]
+    for draws in zip(*(drawn(*place) for place in places), strict=True):
+        assert len(set(draws)) == len(places)
+    assert [drawn(*place) for place in places] == [drawn(*place) for place in places]
+    assert len({drawn(rank, 0, same_everywhere=True) for rank in range(4)}) == 1
+
+
+class Twenty(Tiny):
+    rows, dropout = 20, 0.5
+
+
+def by_threes(step, current_size):
+    return [3, 5, 8][step % 3]
+
+
+def test_counters_by_hand_and_after_stops(tmp_path):
+    """R40, R45 to R47, R54. 20 rows in sizes 3, 5, 8 and passes of 2, three epochs, workers that read 16
+    ahead, a model that draws: every counter, and the rows of the order, a function of seed and position.
+    Stopped in the first and in the third epoch, and started again at its last step: the same, to the bit.
+
+    Mutations: the cursor at a resume moved on by what was read ahead; `step` counting passes; torch.randperm.
+    """
+    flags = ["--batch_size", "3", "--schedule", f"{__file__}:by_threes", "--micro_batch_size", "2"]
+    flags += ["--num_train_epochs", "3", "--dataloader_num_workers", "2"]
+    _, weights = run(tmp_path / "whole", "Twenty", *flags)
+    told, used = records(tmp_path / "whole"), audits(tmp_path / "whole")[0]
+    samples = updates = 0
+    for k, record in enumerate(told):
+        n = min([3, 5, 8][k % 3], 20 - samples % 20)
+        samples, updates = samples + n, updates + (record["skipped"] is None)
+        counters = [record[name] for name in ("step", "updates", "samples", "batch_size", "passes")]
+        assert counters == [k + 1, updates, samples, n, -(-n // 2)]
+        assert record["epoch"] == samples / 20 and record["train_coverage"] == (samples % 20 or 20) / 20
+    assert samples == 60 and len(told) == 14
+    order = Order(parse([]).run.seed, "train", 20)
+    assert [i for line in used for i in line["indices"]] == order.indices(np.arange(60)).tolist()
+
+    again = [*flags, "--resume_from_checkpoint", "auto"]
+    for stop in ("3", "3", "12", "-1"):
+        _, same = run(tmp_path / "cut", "Twenty", *again, "--max_steps", stop)
+    for record in (*told, *(cut := records(tmp_path / "cut"))):
+        del record["seconds"]
+    assert told[11]["epoch"] > 2 and cut == told and audits(tmp_path / "cut")[0] == used
+    assert all(torch.equal(same[name], weights[name]) for name in weights)
+
+
+class AfterTheEngine(Tiny):
+    """A model that must not be built before the engine: ZeRO-3 splits weights as they are made."""
+
+    def model(self, config):
+        assert AcceleratorState._shared_state, "the model came before the engine"
+        return super().model(config)
+
+
+def test_the_engine_comes_before_the_model(tmp_path):
+    """R22. Mutation: task.model(config) above Engine.start in main."""
+    assert run(tmp_path / "run", "AfterTheEngine", "--max_steps", "1")[0].updates == 1
 
 
 class WithMetric(Tiny):

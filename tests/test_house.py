@@ -1,6 +1,7 @@
 """The house: imports go one way, train.py and its functions stay short, lines stay readable."""
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -131,6 +132,60 @@ def test_heavy_packages_are_imported_only_where_they_are_used():
         )
         at_start = {module.split(".")[0] for module in imported(ast.unparse(top_level))}
         assert not at_start & {"deepspeed", "wandb", "matplotlib", "tensorboard"}, name(path)
+
+
+COLLECTIVE = {
+    "from_rank0", "sum", "sum_integers", "start_sum", "maximum", "wait", "gather", "same_everywhere",
+    "stop_asked_anywhere", "save_state", "load_state", "load_weights", "save_model", "whole_state", "seed",
+    "full_gradient", "reduce_gradient", "backward", "all_reduce", "all_gather", "broadcast", "barrier",
+    "wait_for_everyone", "main_first",
+}  # fmt: skip
+
+
+def told_to_rank_0_alone(source: str) -> list[str]:
+    """Collectives in what only rank 0 runs: under `if ...is_main`, in what from_rank0 is given, and in the
+    functions of the same file that are called there.
+    """
+    tree = ast.parse(source)
+    named = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    waiting: list[ast.AST] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.IfExp)) and re.fullmatch(r"[\w.]*is_main", ast.unparse(node.test)):
+            waiting += node.body if isinstance(node.body, list) else [node.body]
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "from_rank0":
+            waiting += [arg.body for arg in node.args if isinstance(arg, ast.Lambda)]
+    seen, found = set(), []
+    for node in waiting:  # which grows
+        for call in (n for n in ast.walk(node) if isinstance(n, ast.Call)):
+            owner, _, called = ast.unparse(call.func).rpartition(".")
+            if owner in ("", "self") and called in named and called not in seen:
+                seen.add(called)
+                waiting.append(named[called])
+            if called in COLLECTIVE and owner.rpartition(".")[2] in ("self", "engine", "dist", "accelerator"):
+                found.append(ast.unparse(call))
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_rank_0_alone_waits_for_nobody(path):
+    """R24, R29, R77, R89. Mutation: `self.engine.wait()` in Checkpoints._seal; what is said and drawn knows
+    no other process at all.
+    """
+    assert told_to_rank_0_alone(path.read_text()) == []
+    if path.name in ("report.py", "console.py", "trackers.py", "records.py"):
+        assert not {m for m in imported(path.read_text()) if m.startswith(("torch", "adaptive.engine"))}
+
+
+def test_waiting_alone_is_found():
+    source = (
+        "def save(self):\n    if self.engine.is_main:\n        self.seal()\n"
+        "    self.engine.from_rank0(lambda: sum(self.engine.sum([1])))\n"
+        "    work(lambda: dist.barrier() if self.is_main else None)\n"
+        "    if not self.is_main:\n        self.engine.wait()\n"
+        "def seal(self):\n    self.engine.wait()\n"
+    )
+    found = {"self.engine.wait()", "self.engine.sum([1])", "dist.barrier()"}
+    assert set(told_to_rank_0_alone(source)) == found
 
 
 def test_train_py_reads_in_200_lines():

@@ -13,7 +13,7 @@ from launching import audits, records
 import train
 from adaptive.config import BadSetting, parse
 from adaptive.data import Share
-from adaptive.engine import Engine
+from adaptive.engine import DeepSpeedEngine, Engine
 from adaptive.signals import suspects
 from adaptive.tasks import Loaded, Task
 
@@ -176,6 +176,17 @@ def test_a_loss_scale_that_has_nowhere_to_go_is_no_search():
         engine.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         engine.accelerator.scaler._lazy_init_scale_growth_tracker("cpu")
         assert engine.scales_loss is searching
+
+
+@pytest.mark.parametrize("overflow", [True, False])
+def test_a_step_that_deepspeed_left_out_is_told(overflow):
+    """R27. Its fp16 optimizer finds an overflow of its own inside step(). Mutation: update returning True."""
+    engine = object.__new__(DeepSpeedEngine)
+    optimizer = SimpleNamespace(overflow=overflow, param_groups=[{}])
+    engine.model, engine.optimizer = SimpleNamespace(step=lambda: None, optimizer=optimizer), optimizer
+    engine.config = parse([*RUN, "--output_dir", "unused"])
+    measured = SimpleNamespace(items=3, finite=True, grad_norm=1.0)
+    assert train.update(engine, measured, 0.1) == ("overflow" if overflow else None)
 
 
 def test_a_run_of_empty_steps_hears_a_signal(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,7 +108,7 @@ def test_a_measured_step_has_the_same_gradient(tmp_path):
 
 
 def test_an_invalid_measurement_is_counted_and_changes_nothing(tmp_path):
-    """Steps of one sample have no second size to compare with: counted, no value, the size stays.
+    """R90. Steps of one sample have no second size to compare with: counted, no value, the size stays.
 
     Mutation: counted among the averages (a NaN that stays for ever).
     """
@@ -120,8 +121,40 @@ def test_an_invalid_measurement_is_counted_and_changes_nothing(tmp_path):
     assert sound[-1]["invalid_measurements"] == 0
 
 
+@pytest.mark.parametrize("n_passes", [2, 16])
+def test_norms_of_passes_keep_no_gradients(n_passes):
+    """R92. Of 16 passes as of 2 a scalar each is kept. Mutation: `self.squares.append(gradient)`."""
+    model = torch.nn.Linear(DIMENSIONS, 50)
+    norms = noise_scale.PassNorms(model, wanted=True)
+    norms.on, engine = True, SimpleNamespace(world_size=1, loss_scale=1.0)
+    for _ in range(n_passes):
+        model(torch.ones(3, DIMENSIONS)).sum().backward()
+        norms.close_pass(torch.ones(3, dtype=torch.int64), torch.full((3,), 1 / 3), engine)
+    assert len(norms.squares) == n_passes and norms._square is None
+    assert {square.untyped_storage().nbytes() for square in norms.squares} == {8}
+
+
+def test_a_step_without_numbers_is_not_averaged(tmp_path, monkeypatch):
+    """R92. The third step's loss is inf, which all ranks hear of in one sum: skipped, and both parts of the
+    noise scale stay as they were. Mutation: `_learn_noise` before asking for `skipped` (a norm of None is
+    squared).
+    """
+    loss_sum = Known.loss_sum
+    calls = iter(range(99))
+    spoilt = {4, 5}  # the passes of step 3
+    monkeypatch.setattr(
+        Known, "loss_sum", lambda s, m, b: loss_sum(s, m, b) * (math.inf if next(calls) in spoilt else 1)
+    )
+    monkeypatch.setattr(train, "load_task", lambda name: Known())
+    told = run(tmp_path / "run", "--batch_size", "4", "--schedule", "constant()", "--max_steps", "5")
+    assert [r["skipped"] for r in told] == [None, None, "nonfinite", None, None]
+    variances = [r["grad_variance"] for r in told]
+    assert variances[2] == variances[1] and len(set(variances)) == 4
+    assert all(math.isfinite(v) for v in variances)
+
+
 def test_no_estimate_from_one_pass_or_nothing_finite():
-    """One pass as large as the step, sizes of 1, and NaN give None, never a division by zero."""
+    """R90. One pass as large as the step, sizes of 1, and NaN give None, never a division by zero."""
     assert noise_scale.estimate(1.0, 1.0, 1 / 8, 8) is None
     assert noise_scale.estimate(1.0, 1.0, 1.0, 1) is None
     assert noise_scale.estimate(math.nan, 1.0, 0.5, 8) is None
