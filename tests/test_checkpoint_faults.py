@@ -37,8 +37,8 @@ def check_deaths(cases: list[dict]) -> None:
 
 
 def test_death_at_every_file_operation_of_a_run(tmp_path):
-    """Opening the folder, three saves with pruning, records, the model: the next start of the same command
-    ends with the undisturbed run's records, rows, state and weights, and says what it passed over.
+    """R78. Opening the folder, three saves with pruning, records, the model: the next start of the same
+    command ends with the undisturbed run's records, rows, state and weights, and says what it passed over.
 
     Mutations: written under the final name (damaged folders); pruning before the rename with --keep_last 1
     (nothing whole); config.yaml written in place; metrics not cut back without a checkpoint.
@@ -55,7 +55,7 @@ def test_death_at_every_file_operation_of_a_run(tmp_path):
 
 
 def test_death_at_every_file_operation_of_a_resumed_run(tmp_path):
-    """The same, after a death in a save, and with a damaged checkpoint of a later step in the way.
+    """R78. The same, after a death in a save, and with a damaged checkpoint of a later step in the way.
 
     Mutation: damaged checkpoints left where they are (--keep_last 1 keeps that one and removes the new).
     """
@@ -96,9 +96,9 @@ def test_a_signal_in_every_pass(tmp_path):
 
 
 def test_a_checkpoint_at_every_step_goes_on_the_same(tmp_path):
-    """Empty steps, an epoch's edge, a schedule and an estimator with memory, dropout, two sources, a
-    reservoir, a draw: from each checkpoint a fresh process runs the rest with the same rows, sizes, rates,
-    losses, state and weights, to the bit.
+    """R40, R45, R46, R53, R55, R59. Empty steps, an epoch's edge, a schedule and an estimator with memory,
+    dropout, two sources, a reservoir, a draw: from each checkpoint a fresh process runs the rest with the
+    same rows, sizes, rates, losses, state and weights, to the bit.
 
     Mutations: any field left out of RunState.to_json (carry, noise, reservoir, beta2_product, signals).
     """

@@ -190,7 +190,7 @@ def test_other_layouts_name_no_engine(path: Path):
 
 @each(ENGINES)
 def test_engine_leaves_everything_that_follows_the_size_to_the_loop(path: Path):
-    """Mutation: an optimizer, scheduler, lr, clipping or train_batch_size in a DeepSpeed file."""
+    """R22. Mutation: an optimizer, scheduler, lr, clipping or train_batch_size in a DeepSpeed file."""
     engine = json.loads(path.read_text())
     assert set(engine) == ALLOWED_IN_ENGINE
     assert engine["train_micro_batch_size_per_gpu"] == 1

@@ -129,7 +129,7 @@ def test_precision():
 
 
 def test_memory():
-    """A query that raises, as on some ROCm versions, is a finding and no traceback."""
+    """R95. A query that raises, as on some ROCm versions, is a finding and no traceback."""
 
     def broken():
         raise RuntimeError("HIP error: invalid argument")
@@ -160,7 +160,7 @@ def test_the_layout_that_fits_is_there(maker, gpus, names):
 
 @pytest.mark.slow
 def test_on_this_machine_with_a_real_handshake():
-    """Two gloo processes add up 1 + 1; masks that hide every device are a problem, exit status 1."""
+    """R97. Two gloo processes add up 1 + 1; masks that hide every device are a problem, exit status 1."""
     done = run_python("-m", "adaptive.tools.doctor", "--handshake", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1, done.stderr
     for rank in (0, 1):
@@ -170,7 +170,7 @@ def test_on_this_machine_with_a_real_handshake():
 
 @pytest.mark.slow
 def test_a_handshake_that_fails_says_so(monkeypatch):
-    """No such network device: an answer in seconds, with a remedy."""
+    """R97. No such network device: an answer in seconds, with a remedy."""
     monkeypatch.setattr(doctor, "HANDSHAKE_SECONDS", 20)
     import os
 

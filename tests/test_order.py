@@ -106,7 +106,7 @@ def test_any_seed_source_and_epoch_is_a_bijection(seed, source, size, epoch):
 
 @pytest.mark.parametrize("seed, source, size, positions, indices", GOLDEN)
 def test_golden_vectors(seed, source, size, positions, indices):
-    """Mutation: any change of a constant, of N_ROUNDS, of the keys' text or VERSION changes them."""
+    """R46, R47. Mutation: any change of a constant, of N_ROUNDS, the keys' text or VERSION changes them."""
     assert VERSION == 1, GOLDEN_MESSAGE
     found = Order(seed, source, size).indices(np.array(positions, dtype=np.uint64)).tolist()
     assert found == indices, GOLDEN_MESSAGE

@@ -153,7 +153,7 @@ def test_the_samples_a_rank_needs_next_do_not_depend_on_the_schedule(sizes, othe
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 300), worlds, st.integers(1, 40), st.integers(0, 1000))
 def test_passes_are_equal_enough_and_have_one_remainder_shape(size, world_size, micro, start):
-    """Mutation: `size // world_size` for the largest share: a rank keeps rows it never computes.
+    """R93. Mutation: `size // world_size` for the largest share: a rank keeps rows it never computes.
 
     Mutation: one pass more, or ceil(n / m): idle passes beside a remainder, hence a second shape.
     """

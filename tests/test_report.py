@@ -179,7 +179,7 @@ def test_a_full_disk_tears_no_line_and_is_tried_again(tmp_path):
 
 
 def test_loss_is_weighed_by_tokens_and_throughput_is_of_the_window(tmp_path, accelerator):
-    """Mutation: a mean of means gives 2.0 for the first window instead of 1.8."""
+    """R87. Mutation: a mean of means gives 2.0 for the first window instead of 1.8."""
     records = [
         step(1, 4, 4, 1.0, tokens=40, seconds=1.0), step(2, 8, 4, 2.0, tokens=80, seconds=2.0),
         step(3, 10, 2, 3.0, tokens=100, seconds=4.0),
@@ -213,7 +213,7 @@ def test_a_resumed_window_starts_at_the_state(tmp_path, accelerator):
 
 
 def test_two_logs_on_one_step_divide_by_nothing(tmp_path, accelerator, capsys):
-    """The clock may not have moved between two lines, and a step may be told twice."""
+    """R87. The clock may not have moved between two lines, and a step may be told twice."""
     same = step(1, 4, 4, 2.0, seconds=1.0)
     records = [same, step(2, 8, 4, 1.0, seconds=1.0), step(2, 12, 0, None, seconds=1.0, tokens=80)]
     first, second, third = tracked(tmp_path, accelerator, records, log_every="4 samples")
@@ -223,6 +223,7 @@ def test_two_logs_on_one_step_divide_by_nothing(tmp_path, accelerator, capsys):
 
 
 def test_empty_steps_add_nothing_and_a_window_without_a_loss_logs_none(tmp_path, accelerator, capsys):
+    """R87. Mutation: the loss of an empty step counted as 0."""
     empty = {"skipped": "empty", "positions": [], "grad_norm": None}
     records = [step(1, 1, 1, 2.0), step(2, 1, 0, None, **empty), step(3, 1, 0, None, **empty)]
     records += [step(4, 1, 0, None, **empty), step(5, 2, 1, math.nan, skipped="nonfinite")]
@@ -321,7 +322,7 @@ def assert_all_there(history, records):
 
 
 def test_wandb_has_every_record_also_after_a_resume_at_an_earlier_step(tmp_path, accelerator, capfd):
-    """Mutation: `tracker.log(values, step=record["step"])` loses what comes after the step went back."""
+    """R82. Mutation: `tracker.log(values, step=record["step"])` loses what comes after the step went back."""
     config = settings(tmp_path / "run", "--run_name", "named", "--project_name", "proj", report_to="wandb")
     logged = []
 
@@ -453,6 +454,7 @@ def test_a_missing_tracker_is_a_bad_setting_on_every_process(tmp_path, accelerat
 
 
 def test_a_tracker_that_raises_is_switched_off(tmp_path, accelerator, capsys):
+    """R86. Mutation: `switch_off` left out (it is asked at every step)."""
     broken, works = Tracker(log_error=BrokenPipeError("gone")), Tracker()
     broken.name = "broken"
     with Report(settings(tmp_path / "run"), accelerator, 100) as report:
@@ -468,6 +470,8 @@ def test_a_tracker_that_raises_is_switched_off(tmp_path, accelerator, capsys):
 
 
 def test_a_finish_that_blocks_or_raises_is_bounded(tmp_path, accelerator, capsys):
+    """R86. Mutation: `thread.join()` without a limit (60 seconds)."""
+
     def fail():
         raise ConnectionError("no route")
 
@@ -541,6 +545,7 @@ def terminal(path, **variables):
 
 
 def test_on_a_terminal_the_bar_is_closed_before_a_traceback(tmp_path):
+    """R89. Mutation: `screen.stop` left out of close."""
     body = """
         for k in range(1, 4): report.train(step(k, 4 * k, 4, 2.0)); time.sleep(0.3)
         raise RuntimeError("boom")
@@ -557,7 +562,7 @@ def test_on_a_terminal_the_bar_is_closed_before_a_traceback(tmp_path):
 
 
 def test_an_unknown_total_has_no_question_mark(tmp_path):
-    """With COLUMNS=0, as some batch systems have it; rich would draw nothing."""
+    """R89. With COLUMNS=0, as some batch systems have it; rich would draw nothing."""
     body = "report.train(step(1, 4, 4, 2.0)); time.sleep(0.3); report.train(step(2, 8, 4, 2.0))"
     received, status = terminal(script(tmp_path, body, total=None), TERM="xterm", COLUMNS="0")
     assert status == 0
@@ -566,6 +571,7 @@ def test_an_unknown_total_has_no_question_mark(tmp_path):
 
 
 def test_a_dumb_terminal_gets_plain_lines(tmp_path):
+    """R89. Mutation: TERM not asked for."""
     body = "report.train(step(1, 4, 4, 2.0)); print('z' * 200)  # whose print goes through rich is wrapped"
     received, status = terminal(script(tmp_path, body), TERM="dumb")
     assert (status, "\x1b" in received, "covered" in received) == (0, False, False)
@@ -573,7 +579,9 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path):
 
 
 def test_other_ranks_do_nothing(tmp_path):
-    """Mutation: a W&B run or a metrics.jsonl per rank. Its own process, so that imports can be seen."""
+    """R84, R89. Mutation: a W&B run or a metrics.jsonl per rank. Its own process, so that imports can be
+    seen.
+    """
     code = f"""
         import sys
         from types import SimpleNamespace

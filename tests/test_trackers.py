@@ -28,8 +28,8 @@ def started(others) -> object:
 
 @pytest.mark.slow
 def test_a_wandb_run_stopped_and_resumed_is_one_run_without_a_gap(tmp_path):
-    """SIGTERM in a run with 400 epochs, resumed for 20 steps more: two segments of the same id and group that
-    hold the steps of metrics.jsonl once each, with name, tags, notes, config and every axis.
+    """R82, R85. SIGTERM in a run with 400 epochs, resumed for 20 steps more: two segments of the same id and
+    group that hold the steps of metrics.jsonl once each, with name, tags, notes, config and every axis.
 
     Mutations: the id not stored in the checkpoint (two runs); `step=` given to W&B (rows dropped); without
     define_metric the axes are missing.
@@ -136,7 +136,7 @@ def test_the_sweep_file_is_what_wandb_reads():
 
 @pytest.mark.slow
 def test_a_wandb_run_killed_twice_is_one_run_with_every_step_once(tmp_path):
-    """SIGKILL before the first checkpoint, then between two, W&B's last rows lost each time: segments of
+    """R85. SIGKILL before the first checkpoint, then between two, W&B's last rows lost each time: segments of
     one id, and together they hold each line of metrics.jsonl once, evaluations and means of windows too.
 
     Mutations: the id in checkpoints only (another run); rows held not asked for (doubles); no `_catch_up`

@@ -155,9 +155,9 @@ PLANS = {
 
 @pytest.mark.parametrize("name", PLANS)
 def test_killed_until_it_completes(name, tmp_path):
-    """14 SIGKILLs of one process and 6 of a launch of two, before, during and after saves and while starting,
-    with SIGTERM to a random rank among them: rows, records and weights are bit-identical to the undisturbed
-    run's, with dropout, empty steps and a schedule that remembers.
+    """R29, R74. 14 SIGKILLs of one process and 6 of a launch of two, before, during and after saves and
+    while starting, with SIGTERM to a random rank among them: rows, records and weights are bit-identical to
+    the undisturbed run's, with dropout, empty steps and a schedule that remembers.
 
     Mutations: metrics not cut back when no checkpoint is there yet (doubles); the rename before the files are
     written; Engine.seed in the first step only (other masks); `evaluated_at` not in the state (an evaluation
@@ -187,8 +187,8 @@ def test_killed_until_it_completes(name, tmp_path):
 
 
 def test_killed_while_the_number_of_processes_changes(tmp_path):
-    """2 processes killed, 1 killed, 2 stopped by SIGTERM to one of them, 1 to the end: the same rows, sizes
-    and rates as one process undisturbed, weights to 1e-6 (SGD, fp32).
+    """R49, R74. 2 processes killed, 1 killed, 2 stopped by SIGTERM to one of them, 1 to the end: the same
+    rows, sizes and rates as one process undisturbed, weights to 1e-6 (SGD, fp32).
 
     Mutation: audit of a rank that is gone not cut back (rows twice).
     """

@@ -82,7 +82,8 @@ def distance(weights: dict, right: dict) -> float:
 
 @pytest.mark.parametrize("name", having("steps"))
 def test_steps_follow_the_reference(ran, name):
-    """R01, R05, R07, R11, R16, R17, R18, R20, R21, R31, R36, R38: 15 steps with momentum and weight decay.
+    """R01, R05, R07, R11, R12, R16, R17, R18, R20, R21, R31, R24, R27, R36, R38: 15 steps with momentum and
+    weight decay.
 
     Every rank has the reference's loss, norm, items and decision; after every step the weights to 1e-6; a
     skipped step changes no bit of weights, masters and momentum. One reduction a step on DDP and FSDP2, one
@@ -183,7 +184,7 @@ def right_means(n: int, mode: str) -> dict:
 
 @pytest.mark.parametrize("name", having("evaluate"))
 def test_evaluation_does_not_depend_on_processes(ran, name):
-    """R72. 1, 7, 8, 9 rows, batch 2 and 4, by tokens and samples: each row once, on every rank the same
+    """R72, R88. 1, 7, 8, 9 rows, batch 2 and 4, by tokens and samples: each row once, on every rank the same
     value.
 
     `number` averages row numbers: a row that is missing or counted twice moves it. Mutations: a shard padded
@@ -200,7 +201,7 @@ def test_evaluation_does_not_depend_on_processes(ran, name):
 
 
 def test_evaluation_on_one_process(tmp_path):
-    """R72 for W = 1, in this process."""
+    """R72, R88 for W = 1, in this process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     for (n, _, mode), means in zip(EVALS, faults.job_evaluate(tmp_path), strict=True):
@@ -222,7 +223,8 @@ def test_weights_begin_the_same_on_every_engine(ran):
 @pytest.mark.parametrize("name", having("runs"))
 @pytest.mark.parametrize("which", RUNS)
 def test_runs_of_any_size(ran, name, which):
-    """R31, R35, R38. Steps of 1; of 4, 6, 5, 3; of 7.5, on 2 and 3 processes, two epochs, a row that is NaN.
+    """R31, R35, R38, R43. Steps of 1; of 4, 6, 5, 3; of 7.5, on 2 and 3 processes, two epochs, a row that is
+    NaN.
 
     Each row once an epoch, shares differ by one at most, every rank the same decisions, and the weights are
     those of SGD by hand. Mutations: `drop_last` of a rank's share (rows missing); n rounded to a multiple of

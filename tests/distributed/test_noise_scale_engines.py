@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_same_noise_scale_on_every_engine(tmp_path):
-    """2 processes, passes of at most 3 samples, 25 steps: to 1e-5 on DDP, ZeRO 1, 2, 3 and FSDP2.
+    """R23. 2 processes, passes of at most 3 samples, 25 steps: to 1e-5 on DDP, ZeRO 1, 2, 3 and FSDP2.
 
     Mutations: hooks that see another scale under one of the engines; hooks on FSDP2's sharded weights (none).
     """
@@ -43,7 +43,7 @@ def running_sums(folder) -> dict[str, float]:
 
 
 def test_known_variance_on_two_processes(tmp_path):
-    """tr(S) of the closed form within 2 %, over 600 steps of 9.5 samples on 2 processes.
+    """R90. tr(S) of the closed form within 2 %, over 600 steps of 9.5 samples on 2 processes.
 
     Mutations: the factor W left out of close_pass (4 times too large); norms taken after the reduction.
     """

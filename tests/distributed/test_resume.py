@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory) -> Path:
 
 
 def test_signal_and_kill_change_nothing(undisturbed, tmp_path):
-    """SIGTERM, then SIGKILL, then to the end: records, rows and weights are bit-identical, with dropout.
+    """R55. SIGTERM, then SIGKILL, then to the end: records, rows and weights are bit-identical, with dropout.
 
     Mutations: Engine.seed in the first step only (other masks); metrics not cut back (doubles).
     """
@@ -101,10 +101,11 @@ def newest(folder: Path) -> Path:
     return max((folder / "checkpoints").glob("step_*"), key=lambda path: int(path.name.split("_")[1]))
 
 
-def runs(layout: str, processes: int, *arguments: list[str]) -> None:
-    launch(
+def runs(layout: str, processes: int, *arguments: list[str]) -> str:
+    done = launch(
         layout, processes, HERE / "several_runs.py", json.dumps(list(arguments)), ADAPTIVE_TIMEOUT_MINUTES="1"
     )
+    return done.stdout
 
 
 MOMENTUM = [*SGD, "--optim_args", "momentum=0.9", "--learning_rate", "0.02"]
@@ -120,34 +121,50 @@ CASES = [  # layout, processes until step 23, then, optimizer
 
 @pytest.mark.parametrize(("layout", "first", "then", "optimizer"), CASES, ids=[case[0] for case in CASES])
 def test_goes_on_with_any_number_of_processes(tmp_path, layout, first, then, optimizer):
-    """W = 2 until step 23, then others to the end: rows, sizes and losses as without a stop, weights to 1e-6,
-    and to the bit where W stays.
+    """R28 to R30, R49, R57, R58. W = 2 until step 23, then others to the end: rows, sizes and losses as
+    without a stop, weights to 1e-6, and to the bit where W stays.
 
     Mutations: the cursor kept per rank (rows repeat); carry not saved (sizes differ by one); optimizer not
     loaded; settings of the parameter groups not put back after a conversion (biases decay); FSDP2's `_part`
     that gives every rank the first one's rows.
     """
-    settings = [*COMMON, *optimizer, "--micro_batch_size", "3"]
+    settings = [*COMMON, *optimizer, "--micro_batch_size", "3", "--warmup_samples", "400"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     cut_short = [*settings, "--output_dir", str(cut), "--max_steps", "23"]
     runs(layout, first, [*settings, "--output_dir", str(whole)], cut_short)
     for at, processes in enumerate(then):
         folder = tmp_path / f"then-{processes}-{at}"
         shutil.copytree(cut, folder)
-        runs(layout, processes, [*settings, "--output_dir", str(folder), "--resume_from_checkpoint", "auto"])
+        resume = [*settings, "--output_dir", str(folder), "--resume_from_checkpoint", "auto"]
+        said = runs(layout, processes, resume)
+        changed = f"{processes} process(es) go on from {first}" in said
+        assert changed == (processes != first)
         a, b = records(folder), records(whole)
-        same = ("step", "positions", "batch_size", "samples", "tokens", "updates", "carry", "skipped")
+        same = (
+            "step",
+            "positions",
+            "batch_size",
+            "samples",
+            "tokens",
+            "updates",
+            "carry",
+            "skipped",
+            "learning_rate",
+        )
         assert [[r[k] for k in same] for r in a] == [[r[k] for k in same] for r in b]
         assert [r["loss"] for r in a if r["loss"]] == pytest.approx(
             [r["loss"] for r in b if r["loss"]], rel=1e-5
         )
+        assert b[22]["samples"] < 400, "warming up when it stopped"
         assert distance(folder, whole) < (1e-6 if processes != first else 1e-30)
         assert set(audits(folder)) == set(range(max(first, processes)))
         assert not list((folder / "checkpoints").glob(".*")), "nothing is left of a conversion"
 
 
 def test_an_optimizer_without_conversion_is_refused(tmp_path):
-    """SGD with momentum under ZeRO-2, 2 processes to 3: one line that says why, never a fresh optimizer."""
+    """R30. SGD with momentum under ZeRO-2, 2 processes to 3: one line that says why, never a fresh
+    optimizer.
+    """
     settings = [
         *COMMON,
         *MOMENTUM,
@@ -161,7 +178,10 @@ def test_an_optimizer_without_conversion_is_refused(tmp_path):
     resume = json.dumps([[*settings, "6", "--resume_from_checkpoint", "auto"]])
     done = launch("cpu_zero2", 3, HERE / "several_runs.py", resume, check=False, ADAPTIVE_TIMEOUT_MINUTES="1")
     assert done.returncode != 0
-    assert "DeepSpeed cannot convert its optimizer's state" in done.stdout + done.stderr
+    assert (
+        "saved by 2 process(es), which are 3 now, and DeepSpeed cannot convert its"
+        in done.stdout + done.stderr
+    )
 
 
 def test_another_dataset_is_refused(tmp_path):
