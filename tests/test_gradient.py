@@ -726,7 +726,7 @@ def test_empty_dataset_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("stream", [iter([{}]), range(3).__iter__(), map(dict, [])])
 def test_a_stream_is_refused_in_one_line(stream):
-    """R42, R43. Mutation: no check: TypeError, object of type 'generator' has no len()."""
+    """R42. Mutation: no check: TypeError, object of type 'generator' has no len()."""
     with pytest.raises(BadSetting, match="is a stream .*save_to_disk") as said:
         Source("train", stream, 0, 0, 1, 0)
     assert "\n" not in str(said.value)

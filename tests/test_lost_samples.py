@@ -13,7 +13,8 @@ from launching import audits, records
 import train
 from adaptive.config import BadSetting, parse
 from adaptive.data import Share
-from adaptive.engine import DeepSpeedEngine, Engine
+from adaptive.deepspeed_engine import DeepSpeedEngine
+from adaptive.engine import Engine
 from adaptive.signals import suspects
 from adaptive.tasks import Loaded, Task
 

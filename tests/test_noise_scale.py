@@ -125,7 +125,7 @@ def test_an_invalid_measurement_is_counted_and_changes_nothing(tmp_path):
 def test_norms_of_passes_keep_no_gradients(n_passes):
     """R92. Of 16 passes as of 2 a scalar each is kept. Mutation: `self.squares.append(gradient)`."""
     model = torch.nn.Linear(DIMENSIONS, 50)
-    norms = noise_scale.PassNorms(model, wanted=True)
+    norms = noise_scale.PassNorms(model.parameters(), wanted=True)
     norms.on, engine = True, SimpleNamespace(world_size=1, loss_scale=1.0)
     for _ in range(n_passes):
         model(torch.ones(3, DIMENSIONS)).sum().backward()

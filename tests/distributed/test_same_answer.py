@@ -95,7 +95,8 @@ def test_weights_losses_and_samples_do_not_depend_on_the_cut(reference, tmp_path
     loss_scale (1e-1); gradient_accumulation_boundary always True (ZeRO-1, 2: 1e-1); share() that gives all
     ranks the first one's rows (rows twice). Of half_life (with a self check, which must not disturb):
     torch's own bias correction (1e-2). Of the self check: the gradient of this process alone compared (0.5
-    and more). Of FSDP2: `set_requires_gradient_sync(not last)`; rows of `_part` by strides and not in one piece.
+    and more). Of FSDP2: `set_requires_gradient_sync(not last)`; rows of `_part` by strides and not in one
+    piece.
     """
     run_all(tmp_path, layout, processes, CUTS[layout, processes])
     for name in CUTS[layout, processes]:
