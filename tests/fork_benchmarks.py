@@ -5,6 +5,7 @@ python tests/fork_benchmarks.py NAME...        # prints {name: [exit status, out
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -38,6 +39,19 @@ def schedules(module) -> None:
         module.main()
 
 
+def gpu(module) -> None:
+    """What gpu.sh runs on one process, and its table, which misses the other engines here."""
+    module.RUN[module.RUN.index("--max_steps") + 1] = str(module.STEPS)
+    module.train.tell_evaluation = lambda *arguments: True  # the whole validation set, at the end of each run
+    with tempfile.TemporaryDirectory() as folder:
+        parts = {"alone": module.alone, "ddp": lambda at: module.on_engine(at, "ddp")}
+        for name, work in parts.items():
+            Path(folder, f"{name}.json").write_text(json.dumps(work(Path(folder))))
+        sys.argv.append(folder)
+        with contextlib.suppress(SystemExit):
+            module.main()
+
+
 def interleave(module) -> None:
     blocks = module.run(["--batch_size", "4", "--sequence_length", "16"], lambda: None, 1, 2)
     print([[len(block) for block in part] for part in blocks])
@@ -47,6 +61,7 @@ def interleave(module) -> None:
 SMALL: dict[str, dict] = {
     "checkpoints": {"ROUNDS": 1, "WIDTH": 16, "LAYERS": 2},
     "compare": {"ROWS": 2, "STEPS": 4, "WARM": 1, "ROUNDS": 1},
+    "gpu": {"STEPS": 6},
     "interleave": {},
     "order": {"N_CALLS": 3},
     "packing": {"ROWS": 2, "LENGTH": 64, "ROUNDS": 1, "STEPS": 1},
@@ -57,7 +72,7 @@ SMALL: dict[str, dict] = {
     "signal_cost": {"ROUNDS": 1, "STEPS": 1},
     "step_overhead": {"ROWS": 4, "STEPS": 24, "LEFT_OUT": 4},
 }
-RUN: dict[str, Callable] = {"compare": compare, "schedules": schedules, "interleave": interleave}
+RUN: dict[str, Callable] = {"compare": compare, "gpu": gpu, "schedules": schedules, "interleave": interleave}
 
 
 def one(name: str) -> None:

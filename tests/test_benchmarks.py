@@ -12,6 +12,7 @@ FILES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py"))
 TELLS = {  # words of the last lines, which only a whole run prints
     "checkpoints": ["load / plain load"],
     "compare": ["train.py", "Accelerate loop", "transformers.Trainer"],
+    "gpu": ["weights after 6 steps: DDP, 1 process(es)", "peak memory of rank 0, MiB: DDP"],
     "interleave": ["[[1], [1]]"],
     "order": ["process:"],
     "packing": ["none", "documents", "stream"],
