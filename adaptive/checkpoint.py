@@ -158,6 +158,8 @@ class Checkpoints:
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
+        if _name(manifest["config"]["schedule"]) != _name(self.config.batch.schedule):
+            state.schedule = None  # another one's memory
         if self.config.run.weights_only:
             self.engine.load_weights(self.opened, manifest)
             if self.engine.is_main:
@@ -276,6 +278,11 @@ def changes(before: dict[str, Any], now: dict[str, Any], size: float) -> list[st
         note = f"; sizes go on from {size:g} as --schedule says" if sized else ""
         lines.append(f"--{name} is {value}, and was {before.get(name)} when this checkpoint was saved{note}")
     return lines
+
+
+def _name(schedule: str) -> str:
+    """Of "my/idea.py:grow(rate=2)": "idea.py:grow", wherever the file lies."""
+    return schedule.split("(")[0].rpartition("/")[2].strip()
 
 
 def cut_back(path: Path, step: int) -> None:

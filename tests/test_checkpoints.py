@@ -197,6 +197,20 @@ def test_settings_of_a_resumed_start_hold(tmp_path, capfd):
     assert torch.allclose(moved, right, atol=1e-6) and not torch.allclose(moved, last, atol=1e-4)
 
 
+def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
+    """The same one with other settings goes on with it.
+
+    Mutation: the memory handed to whatever schedule comes: a KeyError, an AttributeError of a function.
+    """
+    resume = ["--resume_from_checkpoint", "auto", "--max_steps"]
+    run(tmp_path, "--max_steps", "4", "--schedule", "loss_plateau(threshold=1e9)")
+    state = run(tmp_path, *resume, "6", "--schedule", "loss_plateau(patience=9, threshold=1e9)")
+    assert state.schedule["since"] == 1, "counted from the first start"
+    assert run(tmp_path, *resume, "8", "--schedule", "constant()").schedule is None
+    run(tmp_path, *resume, "9", "--schedule", "loss_plateau()")
+    assert run(tmp_path, *resume, "10", "--schedule", "gradient_memory()").schedule == {"history": []}
+
+
 def test_a_checkpoint_cannot_run_code(tmp_path):
     """R56. A pickle in place of training.pt, its manifest forged: refused in one line, and not run.
 

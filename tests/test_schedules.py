@@ -453,6 +453,15 @@ def test_an_object_keeps_its_memory():
     assert decision(plain)["schedule"] is None
 
 
+def test_a_memory_that_cannot_be_taken_up_is_one_line():
+    """As of an older version of the user's file. Mutation: load_state_dict called bare: a KeyError and its
+    traceback.
+    """
+    schedule = parse_schedule("gradient_memory()", SIGNALS)
+    with pytest.raises(BadSetting, match="gradient_memory cannot take up its memory .*KeyError: 'history'"):
+        schedule.load_state_dict({"calls": 2})
+
+
 # The answer is judged in one place
 
 

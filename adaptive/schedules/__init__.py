@@ -85,8 +85,15 @@ class Schedule:
         return self.function.state_dict() if hasattr(self.function, "state_dict") else None
 
     def load_state_dict(self, state: Any) -> None:
-        if state is not None:
+        if state is None:
+            return
+        try:
             self.function.load_state_dict(state)
+        except Exception as error:  # whatever a user's makes of the memory of an older version
+            raise BadSetting(
+                f"the schedule {self.name} cannot take up its memory of the checkpoint ({described(error)}); "
+                "mend its load_state_dict, or go on under another name, which starts without one"
+            ) from error
 
 
 def load_schedule(config: Config, known_signals: set[str]) -> Schedule:
