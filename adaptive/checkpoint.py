@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +161,13 @@ class Checkpoints:
         if _name(manifest["config"]["schedule"]) != _name(self.config.batch.schedule):
             state.schedule = None  # another one's memory
         if self.config.run.weights_only:
-            self.engine.load_weights(self.opened, manifest)
+            with self._of_this_run():
+                self.engine.load_weights(self.opened, manifest)
             if self.engine.is_main:
                 print(f"weights and counters of {chosen}; the optimizer starts afresh (--weights_only)")
         else:
             self._same_optimizer(manifest)
-            with self.engine.own_settings():
+            with self._of_this_run(), self.engine.own_settings():
                 self.engine.load_state(self.opened, manifest)
         self.saved_step = state.step
         if self.opened.parent == self.folder.resolve():  # else a branch, which is a run of its own
@@ -188,6 +189,20 @@ class Checkpoints:
                 f"{self.opened} has the state of --optim {before} and this is {here}; continue with the "
                 "same, or write --weights_only to start the optimizer afresh"
             )
+
+    @contextlib.contextmanager
+    def _of_this_run(self) -> Iterator[None]:
+        """BadSetting where torch finds that the checkpoint's tensors are not those of this model."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            text = " ".join(str(error).split())
+            if not ("state_dict" in text or "state dict" in text):
+                raise
+            raise BadSetting(
+                f"{self.opened} is of another model, or of other groups of its parameters ({text[:200]}); "
+                "continue with the --model, --task, --peft and --layer_lr_decay of its run"
+            ) from None
 
     def _go_back(self, step: int) -> bool:
         """Collective: `step` is the last one. Its records end there, on every number of processes that wrote

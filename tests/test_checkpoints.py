@@ -197,6 +197,32 @@ def test_settings_of_a_resumed_start_hold(tmp_path, capfd):
     assert torch.allclose(moved, right, atol=1e-6) and not torch.allclose(moved, last, atol=1e-4)
 
 
+@pytest.mark.parametrize("beta_scaling", ["none", "half_life"])
+def test_settings_of_the_optimizer_are_those_of_the_resume(tmp_path, beta_scaling):
+    """And without others the ones of the checkpoint, to the bit (test_checkpoint_faults.py).
+
+    Mutation: the groups as torch's load_state_dict leaves them: the first start's decay for ever, while a
+    line says that it is another.
+    """
+    adam = ["--optim", "adamw_torch", "--optim_args", "", "--beta_scaling", beta_scaling]
+    run(tmp_path, *adam, "--max_steps", "4", "--weight_decay", "0.1")
+    changed = ["--weight_decay", "0.5", "--adam_beta1", "0.8", "--adam_epsilon", "1e-3"]
+    run(tmp_path, *adam, *changed, "--resume_from_checkpoint", "auto", "--max_steps", "5")
+    held = torch.load(tmp_path / "checkpoints" / "step_5" / "training.pt")["optimizer"]
+    told = [(group["weight_decay"], group["betas"][0], group["eps"]) for group in held["param_groups"]]
+    assert torch.allclose(torch.tensor(told), torch.tensor([(0.5, 0.8, 1e-3), (0.0, 0.8, 1e-3)]))
+    assert all(state["step"] == 5 for state in held["state"].values()), "its moments go on"
+
+
+def test_another_model_is_one_line(tmp_path):
+    """Mutation: torch's own error, a traceback with every size of the model."""
+    run(tmp_path, "--max_steps", "4")
+    for weights_only in ("--weights_only", "--no_weights_only"):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(BadSetting, match="is of another model"):
+            patch.setattr(Wide, "model", lambda self, config: torch.nn.Linear(64, 500))
+            run(tmp_path, "--resume_from_checkpoint", "auto", weights_only)
+
+
 def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
     """The same one with other settings goes on with it.
 
