@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,12 @@ def open_folder(config: Config) -> str:
 
 
 def note_start(config: Config, state: RunState, engine: Any, run_id: str | None = None) -> None:
-    """config.yaml, and a line of starts.jsonl, which remembers every start; on rank 0."""
-    folder = Path(config.run.output_dir)
-    save(config, folder / "config.yaml")
+    """config.yaml, and a line of starts.jsonl, which remembers every start; on rank 0.
+
+    What was allowed for this start alone is not in config.yaml, from which the next one is made.
+    """
+    folder, once = Path(config.run.output_dir), {"weights_only": False, "allow_dataset_change": False}
+    save(replace(config, run=replace(config.run, **once)), folder / "config.yaml")
     start = {"step": state.step, "world_size": engine.world_size, "engine": engine.describe()}
     start["wandb_run_id"] = run_id  # a kill may come before the first checkpoint
     with (folder / "starts.jsonl").open("a") as file:

@@ -150,7 +150,8 @@ def test_another_optimizer_is_refused_or_asked_for(tmp_path, capfd):
     """Never a silent fresh optimizer: refused in a line that names the flag; with it the weights are the
     checkpoint's, the counters go on, and the line says that the optimizer starts afresh.
 
-    Mutation: torch's load_state_dict, which takes SGD's state for AdamW's without a word.
+    Mutations: torch's load_state_dict, which takes SGD's state for AdamW's without a word; the flag kept in
+    config.yaml, from which the run goes on: each stop would lose the optimizer's state.
     """
     folder = tmp_path / "run"
     run(folder, "--max_steps", "4")
@@ -163,6 +164,7 @@ def test_another_optimizer_is_refused_or_asked_for(tmp_path, capfd):
     assert torch.equal(torch.load(folder / "model" / "weights.pt")["weight"], weights)
     assert "optimizer starts afresh" in capfd.readouterr().out
     assert run(folder, *resume, "--weights_only", "--max_steps", "6").updates == 6
+    assert not parse(["--config", str(folder / "config.yaml")]).run.weights_only, "once, not at every resume"
 
 
 def test_settings_of_a_resumed_start_hold(tmp_path, capfd):
