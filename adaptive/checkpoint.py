@@ -243,7 +243,11 @@ class Checkpoints:
         """`path`, unless continuing it here would train on other samples."""
         manifest = json.loads((path / MANIFEST).read_text())
         here = {"fingerprint": self.fingerprint, "seed": self.config.run.seed, "order_version": order.VERSION}
-        names = {"fingerprint": "dataset", "seed": "--seed", "order_version": "version of the data order"}
+        names = {
+            "fingerprint": "dataset, --sequence_length or --packing",
+            "seed": "--seed",
+            "order_version": "version of the data order",
+        }
         differing = [name for name, value in here.items() if manifest[name] != value]
         if "fingerprint" in differing and self.config.run.allow_dataset_change:
             differing.remove("fingerprint")

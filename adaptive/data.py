@@ -46,7 +46,11 @@ class Sources:
 
 
 def load(task: Any, config: Config) -> Sources:
-    """`task.load` for each source of --dataset_name; a task sees the settings of one source at a time."""
+    """`task.load` for each source of --dataset_name; a task sees the settings of one source at a time.
+
+    The number of rows is part of the fingerprint: cut otherwise (--sequence_length), the same texts have
+    other rows at the same positions.
+    """
     held, loaded, streaming = eval_datasets(config.data), {}, config.data.streaming
     for name, dataset in sources(config.data).items():
         if config.data.dataset_is_sharded:
@@ -54,13 +58,18 @@ def load(task: Any, config: Config) -> Sources:
         data = replace(config.data, dataset_name=dataset, eval_dataset=held.get(name))
         loaded[name] = task.load(replace(config, data=data))
     buffer = f"stream with --shuffle_buffer {config.data.shuffle_buffer}, " if streaming else ""
-    prints = {name: buffer + one.fingerprint for name, one in loaded.items()}
+    counts = {name: "" if streaming else f"/{_length(one.train)}" for name, one in loaded.items()}
+    prints = {name: f"{buffer}{one.fingerprint}{counts[name]}" for name, one in loaded.items()}
     return Sources(
         train={name: one.train for name, one in loaded.items()},
         eval={name: one.eval for name, one in loaded.items()},
         tokenizer=next(iter(loaded.values())).tokenizer,
         fingerprint=prints["train"] if list(prints) == ["train"] else " ".join(map(":".join, prints.items())),
     )
+
+
+def _length(dataset: Any) -> int | None:
+    return len(dataset) if hasattr(dataset, "__len__") else None  # a stream is refused by Source
 
 
 @dataclass

@@ -225,6 +225,22 @@ def test_another_model_is_one_line(tmp_path):
             run(tmp_path, "--resume_from_checkpoint", "auto", weights_only)
 
 
+def test_the_same_data_in_other_rows_is_another_dataset(tmp_path):
+    """As with another --sequence_length: what is at a position is another row then.
+
+    Mutation: a fingerprint of the texts alone: rows are lost and seen twice without a word.
+    """
+    run(tmp_path, "--max_steps", "4")
+    load, resume = Wide.load, ["--resume_from_checkpoint", "auto", "--max_steps", "5"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wide, "load", lambda self, config: Loaded(load(self, config).train[:50]))
+        with pytest.raises(
+            BadSetting, match="another dataset, --sequence_length or --packing .*/64, here /50"
+        ):
+            run(tmp_path, *resume)
+        assert run(tmp_path, *resume, "--allow_dataset_change").step == 5
+
+
 def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
     """The same one with other settings goes on with it.
 

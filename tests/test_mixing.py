@@ -439,7 +439,7 @@ def test_sources_are_named_in_flags_and_recipes(tmp_path):
     task = SimpleNamespace(
         load=lambda c: seen.append((c.data.dataset_name, c.data.eval_dataset)) or Loaded([1])
     )
-    assert load(task, config).fingerprint == "code: prose:"
+    assert load(task, config).fingerprint == "code:/1 prose:/1"
     assert seen == [("stdlib", "held.csv"), ("x/stdlib_topics", None)]
     assert load(task, parse(["--dataset", "a/b"])).train == {"train": [1]}
     assert list(load(task, parse(["--dataset", "a/b.csv", "--dataset=c/d"])).train) == ["b", "d"]
