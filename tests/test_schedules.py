@@ -425,7 +425,9 @@ def test_a_signal_without_a_value_leaves_the_size_or_takes_the_default():
 
 
 def test_an_object_keeps_its_memory():
-    """Mutation: `schedule: None` in `decide`: a resumed run starts counting again."""
+    """Mutations: `schedule: None` in `decide`: a resumed run starts counting again; state_dict looked for on
+    the functools.partial around an object with settings.
+    """
 
     class Counts:
         def __init__(self):
@@ -448,6 +450,11 @@ def test_an_object_keeps_its_memory():
     again = Schedule("counts", Counts(), SIGNALS)
     again.load_state_dict(made["schedule"])
     assert decision(again, size=11.0)["size"] == 14
+    bound = Schedule(
+        "counts", functools.partial(functools.partial(Counts()), step=0), SIGNALS
+    )  # --schedule "FILE.py:object(...)"
+    bound.load_state_dict(made["schedule"])
+    assert decision(bound, size=11.0)["schedule"] == {"calls": 3}
     plain = Schedule("linear", linear, SIGNALS)
     plain.load_state_dict(None)
     assert decision(plain)["schedule"] is None

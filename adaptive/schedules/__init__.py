@@ -44,7 +44,9 @@ class Schedule:
     """
 
     def __init__(self, name: str, function: Callable, known_signals: set[str]):
-        self.name, self.function = name, function
+        self.name, self.function, self.owner = name, function, function
+        while isinstance(self.owner, functools.partial):  # settings of an object that keeps a memory
+            self.owner = self.owner.func
         bound = function.keywords if isinstance(function, functools.partial) else {}
         self.wanted: dict[str, tuple[str, bool]] = {}  # parameter -> (signal, whether it is needed)
         received = received_signals(function, known_signals)
@@ -73,22 +75,22 @@ class Schedule:
     @property
     def start(self) -> float | None:
         """First size of a schedule that decides it itself, else None."""
-        return getattr(self.function, "start", None)
+        return getattr(self.owner, "start", None)
 
     @property
     def needs(self) -> dict[str, str]:
         """{flag: value} this schedule is only right with."""
-        return getattr(self.function, "needs", {})
+        return getattr(self.owner, "needs", {})
 
     def state_dict(self) -> Any:
         """The schedule's own memory (JSON values), None where it has none."""
-        return self.function.state_dict() if hasattr(self.function, "state_dict") else None
+        return self.owner.state_dict() if hasattr(self.owner, "state_dict") else None
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
             return
         try:
-            self.function.load_state_dict(state)
+            self.owner.load_state_dict(state)
         except Exception as error:  # whatever a user's makes of the memory of an older version
             raise BadSetting(
                 f"the schedule {self.name} cannot take up its memory of the checkpoint ({described(error)}); "
