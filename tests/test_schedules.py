@@ -402,6 +402,16 @@ def test_signals_arrive_by_name_wherever_they_stand():
     assert schedule.call(seen, otherwise=0) == {"i": 3, "size": 8, "bonus": 5, "samples": 70, "loss": 2.5}
 
 
+def test_parameters_without_a_name_for_the_caller():
+    """Mutations: all passed by name: a TypeError; a signal without a value left out: the next takes its place."""
+
+    def mine(i, size, bonus=1, loss=None, eval_loss=None, /, *, samples):
+        return [i, size, bonus, loss, eval_loss, samples]
+
+    seen = {"eval_loss": 2.5, "samples": 70, "current_size": 8, "step": 3}
+    assert Schedule("mine", mine, SIGNALS).call(seen, otherwise=0) == [3, 8, 1, None, 2.5, 70]
+
+
 def test_a_signal_without_a_value_leaves_the_size_or_takes_the_default():
     """Mutation: None passed on: `loss=2.0` is overwritten by None; or `needed` ignored: a TypeError inside
     the user's code.

@@ -62,6 +62,8 @@ class Schedule:
                     f"or use a signal's name: {', '.join(sorted(known_signals))}"
                 )
         self.signals = {signal for signal, _ in self.wanted.values()}
+        parameters = inspect.signature(function).parameters.items()
+        self.by_place = {name: spec.default for name, spec in parameters if spec.kind is spec.POSITIONAL_ONLY}
 
     def call(self, signals: dict[str, Any], otherwise: float) -> Any:
         """The schedule's own answer, not judged; `otherwise` when a signal without a default has no value
@@ -70,7 +72,9 @@ class Schedule:
         given = {parameter: signals.get(signal) for parameter, (signal, _) in self.wanted.items()}
         if any(given[parameter] is None for parameter, (_, needed) in self.wanted.items() if needed):
             return otherwise
-        return self.function(**{parameter: value for parameter, value in given.items() if value is not None})
+        given = {parameter: value for parameter, value in given.items() if value is not None}
+        by_place = [given.pop(parameter, default) for parameter, default in self.by_place.items()]
+        return self.function(*by_place, **given)
 
     @property
     def start(self) -> float | None:
