@@ -403,7 +403,7 @@ def test_signals_arrive_by_name_wherever_they_stand():
 
 
 def test_parameters_without_a_name_for_the_caller():
-    """Mutations: all passed by name: a TypeError; a signal without a value left out: the next takes its place."""
+    """Mutations: all passed by name: a TypeError; one without a value left out: the next takes its place."""
 
     def mine(i, size, bonus=1, loss=None, eval_loss=None, /, *, samples):
         return [i, size, bonus, loss, eval_loss, samples]
@@ -468,6 +468,20 @@ def test_an_object_keeps_its_memory():
     plain = Schedule("linear", linear, SIGNALS)
     plain.load_state_dict(None)
     assert decision(plain)["schedule"] is None
+
+
+def test_a_memory_that_no_checkpoint_can_hold_is_named_at_once():
+    """Mutation: left to the first checkpoint: each fails, and the run ends with the advice to free space."""
+
+    class Sums:
+        def __call__(self, step):
+            return 4
+
+        def state_dict(self):
+            return {"sums": np.zeros(2)}
+
+    with pytest.raises(BadSetting, match=r"state_dict\(\) of the schedule sums cannot be saved .*ndarray"):
+        decision(Schedule("sums", Sums(), SIGNALS))
 
 
 def test_a_memory_that_cannot_be_taken_up_is_one_line():

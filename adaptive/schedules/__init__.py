@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import json
 import math
 import re
 import sys
@@ -288,9 +289,25 @@ def decide(
         "targets": {source: str(target * share) for source, share in shares.items()},
         "sizes": {s: size if share == 1 else float(exact(size) * share) for s, share in shares.items()},
         "clamped": clamped,
-        "schedule": schedule.state_dict(),
+        "schedule": remembered(schedule, step),
         "seconds": seconds,
     }
+
+
+def remembered(schedule: Schedule, step: int) -> Any:
+    """The schedule's memory; BadSetting at the first steps, and not at the first checkpoint, where it is no
+    JSON.
+    """
+    try:
+        memory = schedule.state_dict()
+        if step <= 2:  # before its first call, and after
+            json.dumps(memory)
+    except Exception as error:
+        raise BadSetting(
+            f"the state_dict() of the schedule {schedule.name} cannot be saved ({described(error)}); return "
+            "plain numbers, texts, lists and dictionaries"
+        ) from error
+    return memory
 
 
 def _shares(parts: dict[str, Any]) -> dict[str, Fraction | int]:
