@@ -475,7 +475,7 @@ def check(config: Config) -> Config:
                 "--resume_from_checkpoint auto needs the run's folder; write --output_dir RUN, or "
                 "--config RUN/config.yaml"
             )
-        run.output_dir = str(Path(run.resume_from_checkpoint).resolve().parents[1])
+        run.output_dir = str(Path(run.resume_from_checkpoint).resolve().parent.parent)
     task = Path(data.task.split(":")[0]).stem
     run.output_dir = run.output_dir or f"runs/{task}-{time.strftime('%Y%m%d-%H%M%S')}"
     return config

@@ -149,10 +149,14 @@ def test_aliases_and_dashes(tmp_path):
 
 
 def test_the_default_folder_is_new_and_named_after_the_task():
-    """Mutation: a constant name: the second run without --output_dir is refused."""
+    """Mutations: a constant name: the second run without --output_dir is refused; `parents[1]` of a path that
+    has none: an IndexError.
+    """
     assert re.fullmatch(r"runs/causal_lm-\d{8}-\d{6}", parse([]).run.output_dir)
     assert parse(["--task", "ideas/my_task.py:Mine"]).run.output_dir.startswith("runs/my_task-")
     assert parse(["--output_dir", "here"]).run.output_dir == "here"
+    for path, folder in (("/a/checkpoints/step_3", "/a"), ("/step_3", "/"), ("/", "/")):
+        assert parse(["--resume_from_checkpoint", path]).run.output_dir == folder
 
 
 # Bad settings
