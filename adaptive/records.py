@@ -20,9 +20,17 @@ def open_folder(config: Config) -> str:
     folder = Path(config.run.output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()) and not config.run.resume_from_checkpoint:
+        resumed = config.run.resume_from_checkpoint
+        if any(folder.iterdir()) and not resumed:
             raise BadSetting(
                 f"--output_dir {folder} is not empty; write a new folder, or --resume_from_checkpoint auto"
+            )
+        own = folder / "checkpoints"
+        branches = resumed not in (None, "auto") and Path(resumed).resolve().parent != own.resolve()
+        if branches and any(own.glob("step_*")):
+            raise BadSetting(
+                f"--output_dir {folder} holds a run of its own, which {resumed} would overwrite; write a new "
+                "folder, or --resume_from_checkpoint auto to go on with that run"
             )
     except OSError as error:
         raise BadSetting(

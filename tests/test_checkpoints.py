@@ -241,6 +241,25 @@ def test_the_same_data_in_other_rows_is_another_dataset(tmp_path):
         assert run(tmp_path, *resume, "--allow_dataset_change").step == 5
 
 
+def test_a_branch_does_not_overwrite_a_run(tmp_path):
+    """Mutation: any folder taken where something is resumed: the other run's records are cut back to the
+    branch's step, its checkpoints set aside.
+    """
+    run(tmp_path / "one", "--max_steps", "4")
+    run(tmp_path / "other", "--max_steps", "8")
+    branch = [
+        "--resume_from_checkpoint",
+        str(tmp_path / "one" / "checkpoints" / "step_4"),
+        "--max_steps",
+        "6",
+    ]
+    with pytest.raises(BadSetting, match="holds a run of its own"):
+        run(tmp_path / "other", *branch)
+    assert len(records(tmp_path / "other")) == 8 and steps(tmp_path / "other") == [6, 8]
+    assert run(tmp_path / "new", *branch).step == 6
+    assert run(tmp_path / "one", *branch).step == 6, "a run's own older state"
+
+
 def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
     """The same one with other settings goes on with it.
 
