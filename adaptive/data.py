@@ -179,8 +179,13 @@ class Source:
 
     def first(self) -> dict:
         """The first row that can be read."""
-        rows = (fetch_each(self.dataset, np.array([number]))[0] for number in range(self.length))
-        return next(row for row in rows if not isinstance(row, Unreadable))
+        for number in range(self.length):
+            (row,) = fetch_each(self.dataset, np.array([number]))
+            if not isinstance(row, Unreadable):
+                return row
+        raise BadSetting(
+            f"no row of the training data {self.name!r} can be read (the last: {row.why}); write another"
+        )
 
     def some(self, n: int) -> list[dict]:
         """About `n` rows from all over it, those that can be read."""
@@ -346,7 +351,7 @@ class Data:
     def longest_row(self, look_at: int) -> dict:
         """The longest of `look_at` rows from all over each source, of a stream from its start."""
         rows = [row for source in self.sources.values() for row in source.some(look_at)]
-        return max(rows, key=lambda row: sum(np.size(value) for value in row.values()))
+        return max(rows or [self.idle_row()], key=lambda row: sum(np.size(value) for value in row.values()))
 
     @staticmethod
     def copies(row: dict, n: int) -> Share:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from adaptive.config import Config
-from adaptive.data import fetch
+from adaptive.data import Unreadable, fetch_each
 from adaptive.plan import Lengths, passes
 from adaptive.records import counters
 from adaptive.state import RunState
@@ -44,7 +44,9 @@ def _totals(
         with torch.no_grad():
             for k in range(passes(len(dataset), engine.world_size, batch_size)):
                 mine = positions[k * batch_size : (k + 1) * batch_size]
-                batch = task.collate(fetch(dataset, mine if len(mine) else np.zeros(1, dtype=np.int64)))
+                batch = task.collate(
+                    _rows(engine, dataset, mine if len(mine) else np.zeros(1, dtype=np.int64))
+                )
                 values = task.measure(engine.model, engine.to_device(batch, batch_size))
                 pooled.append([values.pop(name)[: len(mine)] for name in task.pooled])
                 if not names:
@@ -63,6 +65,18 @@ def _totals(
         engine.model.train()
     total = engine.sum(sums.tolist())
     return _added(dict(zip(names, zip(total[::2], total[1::2], strict=True), strict=True)), pool)
+
+
+def _rows(engine: Any, dataset: Any, indices: np.ndarray) -> list[dict]:
+    """BadSetting, on every rank, that names a row which cannot be read: here none is left out."""
+    rows = fetch_each(dataset, indices)
+    for index, row in zip(indices.tolist(), rows, strict=True):
+        if isinstance(row, Unreadable):
+            raise engine.stop_all(
+                f"row {index} of the validation data cannot be read ({row.why}); mend it, or write another "
+                "--eval_dataset: it is read in full, whatever --on_bad_sample says"
+            )
+    return rows
 
 
 def _pool(engine: Any, task: Any, pooled: list[list[torch.Tensor]], n: int) -> dict[str, tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -110,6 +111,28 @@ def test_a_broken_row_stops_with_its_name(tmp_path, workers):
         BadSetting, match=f"row {BROKEN} of train cannot be read .OSError: cannot identify image"
     ):
         run(tmp_path / "run", "--dataloader_num_workers", workers)
+
+
+def test_a_broken_validation_row_stops_with_its_name(tmp_path):
+    """An evaluation leaves nothing out. Mutation: `fetch`, which raises the file's own error, a traceback."""
+
+    class Evaluated(Squares):
+        def load(self, config):
+            return Loaded(train=Rows(None), eval=Rows(self.broken))
+
+    with pytest.raises(BadSetting, match=r"row \d+ of the validation data cannot be read \(OSError: cannot"):
+        run(tmp_path, "--on_bad_sample", "skip", task=Evaluated)
+
+
+@pytest.mark.parametrize("micro_batch_size", ["4", "auto"])
+def test_rows_of_which_none_can_be_read_are_one_line(tmp_path, micro_batch_size):
+    """Mutation: `next` and `max` of what is empty: a StopIteration, a ValueError."""
+
+    class Lost(Squares):
+        broken = ANY
+
+    with pytest.raises(BadSetting, match="no row of the training data .* can be read .*OSError"):
+        run(tmp_path, "--on_bad_sample", "skip", "--micro_batch_size", micro_batch_size, task=Lost)
 
 
 def test_an_idle_pass_teaches_nothing_whatever_its_row_holds():
