@@ -172,6 +172,43 @@ def test_the_samples_of_a_step(runs, capsys):
         assert f"train position {position}, row {index}: factors" in told
 
 
+def test_a_reservoir_is_inspected(tmp_path, capsys):
+    """Its positions are those drawn, the rows are counted by those that arrived.
+
+    Mutation: the cursor from `positions`: another number of rows, and the data taken for another's.
+    """
+    flags = [
+        "--participation",
+        "reservoir",
+        "--per_device_train_batch_size",
+        "0.7",
+        "--num_train_epochs",
+        "2",
+    ]
+    folder = start(tmp_path / "run", *flags, "--schedule", "constant()")
+    assert Run(folder).n_rows == 97
+    step = next(record["step"] for record in Run(folder).train[40:] if record["positions"])
+    assert inspect_run([str(folder), "--step", str(step)]) == 0
+    assert f"row {Run(folder).audits[0][step]['indices'][0]}: factors" in capsys.readouterr().out
+    assert inspect_run([str(folder), "--verify"]) == 0
+
+
+def test_a_step_without_its_audit_and_with_a_row_that_cannot_be_read(runs, tmp_path, capsys, monkeypatch):
+    """--audit given at a resume; --on_bad_sample skip. Mutations: the audit asked for every step: a KeyError;
+    rows read bare.
+    """
+    folder = shutil.copytree(runs["keep"], tmp_path / "run")
+    audit = folder / "audit" / "rank0.jsonl"
+    lines = audit.read_text().splitlines(keepends=True)
+    short = json.loads(lines[4])
+    lines[4] = json.dumps(short | {"indices": short["indices"][1:]}) + "\n"
+    audit.write_text("".join(lines[4:]))
+    monkeypatch.setattr("adaptive.data.fetch", lambda dataset, indices: 1 / 0)
+    for step in ("4", "5"):
+        assert inspect_run([str(folder), "--step", step]) == 0
+        assert "cannot be read (ZeroDivisionError" in capsys.readouterr().out
+
+
 def test_text_is_decoded(tmp_path, capsys):
     text = tmp_path / "rows.csv"
     text.write_text("text,label\n" + "".join(f"number {n},{n % 2}\n" for n in range(40)))

@@ -15,6 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from adaptive.config import BadSetting, exit_with
 from adaptive.order import Order
 from adaptive.plan import share
@@ -124,6 +126,8 @@ def load(run: Run) -> tuple[Any, Any, dict[str, Any]]:
 
 def samples(run: Run, step: int) -> list[str]:
     """The step's samples, process by process: position, row, weight, content."""
+    from adaptive.data import fetch_each
+
     found = [record for record in run.train if record["step"] == step]
     if not found:
         raise BadSetting(f"--step {step}: the run has steps 1 to {len(run.train)}")
@@ -139,16 +143,19 @@ def samples(run: Run, step: int) -> list[str]:
         for source, positions in share(run.plan(record), rank, world_size):
             order = Order(run.config.run.seed, source, len(datasets[source]))
             indices = order.indices(positions).tolist()
-            if rank in run.audits and len(record["positions"]) == 1:
-                indices = run.audits[rank][step]["indices"]  # what it really trained on
-            for position, index in zip(positions.tolist(), indices, strict=True):
-                content = decoded(datasets[source][index], tokenizer)
-                told.append(f"  {source} position {position}, row {index}: {content}")
+            audited = run.audits.get(rank, {}).get(step, {}).get("indices", [])
+            if len(record["positions"]) == 1 and len(audited) == len(indices):
+                indices = audited  # what it really trained on
+            rows = fetch_each(datasets[source], np.array(indices, dtype=np.int64))
+            for position, index, row in zip(positions.tolist(), indices, rows, strict=True):
+                told.append(f"  {source} position {position}, row {index}: {decoded(row, tokenizer)}")
     return told
 
 
-def decoded(row: dict[str, Any], tokenizer: Any) -> str:
+def decoded(row: Any, tokenizer: Any) -> str:
     """A row as a person reads it: its text where it has tokens, else its columns; cut at SHOWN_CHARACTERS."""
+    if not isinstance(row, dict):
+        return f"cannot be read ({row.why})"
     parts = []
     for name, value in row.items():
         if name in ("input_ids", "labels") and tokenizer is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive.config import BadSetting, Config, parse
-from adaptive.plan import Interval, Lengths, StepPlan, exact
+from adaptive.plan import Interval, Lengths, Pick, StepPlan, exact
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class Run:
 
     @cached_property
     def cursor(self) -> dict[str, int]:
-        """Source -> its next position, after the last record."""
-        return {source: stop for record in self.train for source, _, stop in record["positions"]}
+        """Source -> its next position, after the last record; a reservoir draws from what has `arrived`."""
+        taken = (record.get("arrived", record["positions"]) for record in self.train)
+        return {source: stop for intervals in taken for source, _, stop in intervals}
 
     @cached_property
     def n_rows(self) -> int | None:
@@ -91,7 +92,11 @@ class Run:
         """What `share` needs to know of a step."""
         intervals = tuple(Interval(*interval) for interval in record["positions"])
         target = dict.fromkeys(self.sources, Fraction(0))
-        return StepPlan(target, intervals, {}, {}, record["samples"] - record["batch_size"], False)
+        before = record["samples"] - record["batch_size"]
+        if "arrived" not in record:
+            return StepPlan(target, intervals, {}, {}, before, False)
+        picks = tuple(Pick(part.source, part.start, 1.0) for part in intervals)
+        return StepPlan(target, (), {}, {}, before, False, "reservoir", picks)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
