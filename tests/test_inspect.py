@@ -222,7 +222,12 @@ def test_text_is_decoded(tmp_path, capsys):
 
 
 def test_what_is_no_run_is_a_bad_setting(tmp_path, runs):
+    """Mutation: `record["kind"]` of what another program wrote: a KeyError."""
     with pytest.raises(BadSetting, match="has no metrics.jsonl"):
         inspect_run([str(tmp_path)])
+    for foreign in ('{"loss": 1.5}\n', "1\n"):
+        (tmp_path / "metrics.jsonl").write_text(foreign)
+        with pytest.raises(BadSetting, match="not the record of a run"):
+            inspect_run([str(tmp_path)])
     with pytest.raises(BadSetting, match="steps 1 to"):
         inspect_run([str(runs["keep"]), "--step", "10000"])

@@ -35,7 +35,11 @@ class Run:
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        return lines(self.folder / "metrics.jsonl")
+        path = self.folder / "metrics.jsonl"
+        found = lines(path)
+        if not all(isinstance(record, dict) and {"kind", "step"} <= set(record) for record in found):
+            raise BadSetting(f"{path} is not the record of a run of train.py; write the --output_dir of one")
+        return found
 
     @cached_property
     def train(self) -> list[dict[str, Any]]:
