@@ -23,6 +23,7 @@ from adaptive.config import BadSetting, parse
 from adaptive.schedules.candidate import candidate
 from adaptive.tools import fit
 from adaptive.tools.candidates import table_of
+from adaptive.tools.critical_batch import _seeds
 from adaptive.tools.critical_batch import main as critical_batch
 from adaptive.tools.inspect_run import main as inspect_run
 from adaptive.tools.runs import lines
@@ -201,6 +202,29 @@ def test_what_cannot_be_searched_is_a_bad_setting(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("flags, said", [
+    (["--samples", "0"], "--samples is 0"), (["--evaluations", "0"], "--evaluations is 0"),
+    (["--warmup", "-0.5"], "--warmup is -0.5"), (["--tolerance", "nan"], "--tolerance is nan"),
+    (["--eps", "-1"], "--eps is -1"), (["--metric", "eval_acuracy"], "--metric eval_acuracy .*eval_loss"),
+])  # fmt: skip
+def test_a_search_that_was_not_meant_is_a_bad_setting(tmp_path, flags, said):
+    """Mutations: a warmup below 0, which climbs the loss; a misspelt metric, of which every candidate has the
+    worst, told when all are trained.
+    """
+    with pytest.raises(BadSetting, match=said):
+        critical_batch(
+            [*TASK, *PLAIN, "--samples", "64", "--sizes", "8,16", "--output_dir", str(tmp_path / "s"), *flags]
+        )
+    assert not (tmp_path / "s" / "size_16_seed_42").exists()
+
+
+def test_seeds_are_integers():
+    """Mutation: numbers above 0: a seed of 0 refused, 1.5 taken for 1."""
+    assert _seeds("3,0,3") == [0, 3]
+    with pytest.raises(ValueError):
+        _seeds("1.5")
+
+
 def test_a_search_that_is_killed_twice_goes_on(tmp_path):
     """The embedded task on 2 processes: SIGKILL in the second candidate, SIGTERM in the third, then the end.
     Each candidate has each sample once, what was over is not started again, all W&B runs are in one group,

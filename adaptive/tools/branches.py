@@ -35,6 +35,7 @@ def branch(asked: Asked, search: Search) -> dict[str, Any]:
             one = with_bounds(one, asked, own, begin, lambda loss: loss + CLEARLY * flags.eps)
             place = at * len(flags.factors) + len(own) + 1
             own.append(search.run(one, f"{place} of {len(starts) * len(flags.factors)}"))
+            metric_of(asked, own[-1])  # a name that is none is told now
         losses = {result["size"]: metric_of(asked, result) for result in own}
         rows = [result | {"metric": losses[result["size"]]} for result in own]
         points.append({"samples": begin, "critical": fit.branch_size(losses, flags.eps), "candidates": rows})

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptive.config import Config
+from adaptive.config import BadSetting, Config
 from adaptive.tools import fit
 from adaptive.tools.search import Candidate, bounds
 
@@ -63,7 +63,11 @@ def with_bounds(
 
 def metric_of(asked: Asked, result: dict) -> float:
     """What a candidate ended with; the worst there is where it gave up or diverged."""
-    worst = math.inf if asked.loss_metric else -math.inf
+    worst, names = math.inf if asked.loss_metric else -math.inf, [k for k in result if k.startswith("eval_")]
+    if result["ended"] == "done" and asked.flags.metric not in ("loss", *names):
+        raise BadSetting(
+            f"--metric {asked.flags.metric} is none of this task's; write loss, {', '.join(names)}"
+        )
     if asked.flags.metric == "loss" and result["losses"]:
         value = fit.smoothed(result["losses"], 0.5)
     else:

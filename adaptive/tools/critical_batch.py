@@ -33,6 +33,7 @@ from adaptive.tools.search import Candidate, Search
 
 def main(arguments: list[str] | None = None) -> int:
     flags, given = _parser().parse_known_args(arguments)
+    _check(flags)
     folder = Path(flags.output_dir)
     config = parse([*given, "--output_dir", str(folder)])
     settings = {"method": flags.method, "samples": flags.samples, "start": flags.start, "flags": given}
@@ -56,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add, numbers = parser.add_argument, _numbers
     add("--method", choices=list(METHODS), default="sweep")
     add("--sizes", type=numbers, default=[8, 16, 32, 64], help="candidates (global samples)")
-    add("--seeds", type=numbers, default=[42], help="of weights and order (integers)")
+    add("--seeds", type=_seeds, default=[42], help="of weights and order (integers)")
     add("--samples", type=int, default=4000, help="of each candidate; of each branch's window (samples)")
     add("--tolerance", type=float, default=0.01, help="a metric this much above the best still holds (share)")
     add("--target", type=float, help="loss for steps-to-target; by default one that all reach (eval_loss)")
@@ -78,6 +79,22 @@ def _numbers(text: str) -> list[float]:
     return sorted({int(value) if value == int(value) else value for value in values})
 
 
+def _seeds(text: str) -> list[int]:
+    return sorted({int(part) for part in text.split(",")})
+
+
+def _check(flags: argparse.Namespace) -> None:
+    """BadSetting for what would make another search than the one that was meant."""
+    for name in ("samples", "evaluations"):
+        if getattr(flags, name) < 1:
+            raise BadSetting(f"--{name} is {getattr(flags, name)}; write a number above 0")
+    for name in ("tolerance", "eps"):
+        if not 0 < getattr(flags, name) < math.inf:
+            raise BadSetting(f"--{name} is {getattr(flags, name)}; write a number above 0, such as 0.01")
+    if not 0 <= flags.warmup <= 1:
+        raise BadSetting(f"--warmup is {flags.warmup}; write a share of the run between 0 and 1")
+
+
 def sweep(asked: Asked, search: Search) -> dict[str, Any]:
     """The published three steps: candidates, the same samples for each, metric against size."""
     flags, base = asked.flags, copy.deepcopy(asked.config)
@@ -93,6 +110,7 @@ def sweep(asked: Asked, search: Search) -> dict[str, Any]:
             one = Candidate(f"size_{size:g}_seed_{seed}", config, {"size": size, "seed": seed})
             one = with_bounds(one, asked, own, 0, lambda loss: loss + CLEARLY * flags.tolerance * abs(loss))
             own.append(search.run(one, f"{len(results) + len(own) + 1} of {n}"))
+            metric_of(asked, own[-1])  # a name that is none is told now
         results += own
     return sweep_report(asked, results)
 
