@@ -27,6 +27,12 @@ def build_optimizer(model: torch.nn.Module, optim: Optim, zero_stage: int = 0) -
             "adamw_torch, or start with accelerate_configs/ddp.yaml"
         )
     _, arguments, settings = parse_call(f"{name}({optim.optim_args})", "--optim_args")
+    own = [setting for setting in settings if setting in OWN_FLAGS]
+    if arguments or own:
+        instead = OWN_FLAGS[own[0]] if own else "NAME=VALUE, such as momentum=0.9"
+        raise BadSetting(f"--optim_args {optim.optim_args!r} has {(own or arguments)[0]}; write {instead}")
+    if optim.learning_rate is None:
+        raise BadSetting("the task has no learning rate of its own; write --learning_rate")
     try:
         return OPTIMIZERS[name](
             parameter_groups(model, optim.weight_decay, optim.layer_lr_decay), optim, **settings
@@ -160,5 +166,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }  # fmt: skip
 OPTIMIZERS["adamw_bnb_8bit"] = OPTIMIZERS["adamw_8bit"]
 OPTIMIZERS["lion_32bit"] = OPTIMIZERS["lion"]
+# What --optim_args cannot say: set by flags, by group or at every step.
+OWN_FLAGS = {"lr": "--learning_rate", "weight_decay": "--weight_decay"}
 # Their update of one number depends on its whole row, column or tensor.
 WHOLE_TENSORS = {"adafactor", "lamb", "lars"}

@@ -134,6 +134,23 @@ def test_names_and_settings_that_do_not_fit_are_one_line():
             build_optimizer(model, Optim(optim=name, learning_rate=0.1), zero_stage=2)
 
 
+@pytest.mark.parametrize("arguments, words", [
+    ("0.9", "has 0.9; write NAME=VALUE"),
+    ("momentum=0.9, weight_decay=0.1", "has weight_decay; write --weight_decay"),
+    ("lr=1", "has lr; write --learning_rate"),
+])  # fmt: skip
+def test_settings_that_would_do_nothing_are_refused(arguments, words):
+    """Mutations: positional ones dropped without a word; a decay that every group overrides."""
+    with pytest.raises(BadSetting, match=words):
+        build_optimizer(torch.nn.Linear(2, 2), Optim(optim="sgd", optim_args=arguments, learning_rate=0.1))
+
+
+def test_a_missing_learning_rate_is_named():
+    """A task of the user's may set none. Mutation: left to torch, which compares None with 0."""
+    with pytest.raises(BadSetting, match="write --learning_rate"):
+        build_optimizer(torch.nn.Linear(2, 2), Optim())
+
+
 def test_a_run_uses_the_factors_and_reports_anomalies(tmp_path, capsys):
     """SGD with momentum 0 moves each layer by its factor times the gradient; norms above the limit are told.
 
