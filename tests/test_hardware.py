@@ -117,6 +117,8 @@ def test_attention_is_the_one_asked_for(folder):
         assert model.config._attn_implementation == found
     with pytest.raises(BadSetting, match="--attn_implementation flash_attention_2"):
         CausalLM().model(parse([*flags, "--attn_implementation", "flash_attention_2"]))
+    with pytest.raises(BadSetting, match="--attn_implementation flash"):  # of a preset too
+        CausalLM().model(parse(["--attn_implementation", "flash"]))
 
 
 def test_bf16_keeps_master_weights_in_fp32(folder):

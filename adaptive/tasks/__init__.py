@@ -139,27 +139,29 @@ def build_model(
 
     name = config.model.model_name_or_path = config.model.model_name_or_path or next(iter(presets))
     dtype, attention_name = getattr(torch, config.model.dtype), attention(config)
-    if name in presets:
-        of_preset = AutoConfig.for_model(**presets[name], **settings)
-        with weights_drawn_whole():
-            model = auto_class.from_config(of_preset, attn_implementation=attention_name).to(dtype)
-    else:
-        settings |= {"trust_remote_code": config.model.trust_remote_code}
-        settings["ignore_mismatched_sizes"] = "id2label" in settings  # another number of classes: a new head
-        try:
+    try:
+        if name in presets:
+            of_preset = AutoConfig.for_model(**presets[name], **settings)
+            with weights_drawn_whole():
+                model = auto_class.from_config(of_preset, attn_implementation=attention_name).to(dtype)
+        else:
+            settings |= {"trust_remote_code": config.model.trust_remote_code}
+            settings["ignore_mismatched_sizes"] = "id2label" in settings  # other classes: a new head
             model = auto_class.from_pretrained(
                 name, dtype=dtype, attn_implementation=attention_name, **settings
             )
-        except (OSError, ValueError, ImportError) as error:
-            reason = " ".join(str(error).split())[:300]
-            if attention_name and "ttention" in reason:
-                raise BadSetting(
-                    f"--attn_implementation {config.model.attn_implementation}: {reason}; write sdpa or auto"
-                ) from None
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        if attention_name and "ttention" in reason:
             raise BadSetting(
-                f"--model_name_or_path {name!r} is no preset ({', '.join(presets)}), and could not be "
-                f"opened as a folder or hub name: {reason}"
+                f"--attn_implementation {config.model.attn_implementation}: {reason}; write sdpa or auto"
             ) from None
+        if name in presets:
+            raise
+        raise BadSetting(
+            f"--model_name_or_path {name!r} is no preset ({', '.join(presets)}), and could not be "
+            f"opened as a folder or hub name: {reason}"
+        ) from None
     if config.optim.learning_rate is None:
         config.optim.learning_rate = 3e-3 if name in presets else 5e-5
     if config.model.gradient_checkpointing:
