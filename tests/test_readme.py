@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT, environment, records
+from launching import ROOT, environment, records, run_python
 
 README = (ROOT / "README.md").read_text()
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -q -r "
@@ -26,6 +26,15 @@ COMMANDS = [line for line in LINES if "pytest" not in line]
 TOOLS = [line for line in COMMANDS if "-m adaptive.tools." in line]  # run in order: later ones need earlier
 EXAMPLES = re.findall(r"```python\n(# (\w+\.py) +(--.*?)\n.*?)```", README, re.DOTALL)
 QUICK = ["--max_samples", "200", "--report_to", "none", "--max_steps", "40"]
+
+
+def test_a_size_that_a_device_cannot_carry_lasts_for_a_run():
+    """Mutation: the row without its schedule: the default one grows a share of 0.25 to 2.25 at step 101."""
+    (row,) = [line for line in README.splitlines() if line.startswith('| "my device carries 8')]
+    flags = shlex.split(row.split("`")[1])
+    done = run_python("train.py", *flags, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert "sizes from 32 to 32 samples" in done.stdout
 
 
 @pytest.fixture
