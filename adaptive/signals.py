@@ -183,7 +183,7 @@ def wanted(named: set[str], tracked: tuple[str, ...], config: Config) -> frozens
     that this run cannot have.
     """
     several = len(config.data.dataset_name) > 1
-    if several and "new_data_ratio" in named and not config.data.new_sources:
+    if "new_data_ratio" in named and not config.data.new_sources:
         raise BadSetting("the schedule follows new_data_ratio and no source is new; write --new_sources NAME")
     unlike = several or config.batch.participation == "reservoir"
     unequal = sorted(noise_scale.SIGNALS & {*named, *tracked}) if unlike else []

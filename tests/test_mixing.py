@@ -421,6 +421,13 @@ def test_published_schedules(text, seen, size):
     assert {"task_aware", "incremental", "curriculum"} <= set(SCHEDULES)
 
 
+def test_a_task_that_is_no_source_is_named():
+    """Mutation: never the dominant one: the size falls to the smallest without a word."""
+    schedule = parse_schedule("task_aware(task='A')", set(signals.KNOWN))
+    with pytest.raises(BadSetting, match="task='A' is no source; write one of a, b"):
+        made(schedule, {"a": 300, "b": 100}, task_ratios={"a": 0.6, "b": 0.4})
+
+
 # Settings
 
 
@@ -470,6 +477,8 @@ def test_what_several_sources_cannot_have_is_said(tmp_path, capsys):
     assert "noise_scale is not measured" in capsys.readouterr().err
     with pytest.raises(BadSetting, match="--new_sources"):
         signals.wanted({"new_data_ratio"}, (), config)
+    with pytest.raises(BadSetting, match="no source is new"):  # with one source too: a ratio of 0 for ever
+        signals.wanted({"new_data_ratio"}, (), parse([]))
     mixed = {"a": [{"input_ids": [1]}], "b": [{"input_ids": [1], "labels": [2]}]}
     with pytest.raises(BadSetting, match="have the columns input_ids and input_ids, labels"):
         Data(mixed, config, 0, 1)

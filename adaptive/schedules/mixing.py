@@ -12,8 +12,10 @@ from __future__ import annotations
 
 def task_aware(step, current_size, task_ratios, task=None, increment=2, largest=64, decrement=1, smallest=8):
     """Grow while `task` (by default the first source) has the largest share of the samples, else shrink."""
-    dominant = max(task_ratios, key=task_ratios.get)
-    if dominant == (next(iter(task_ratios)) if task is None else task):
+    task = next(iter(task_ratios)) if task is None else task
+    if task not in task_ratios:
+        raise ValueError(f"task={task!r} is no source; write one of {', '.join(task_ratios)}")
+    if max(task_ratios, key=task_ratios.get) == task:
         return min(current_size + increment, largest)
     return max(current_size - decrement, smallest)
 
