@@ -447,6 +447,7 @@ def check(config: Config) -> Config:
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
     _check_arithmetic(config)
+    _check_task(config)
     _check_sources(config)
     _check_stream(config)
     if run.max_steps != -1 and run.max_steps < 1:
@@ -482,6 +483,8 @@ def check(config: Config) -> Config:
 
 
 def _check_arithmetic(config: Config) -> None:
+    if config.run.seed >= 2**63:
+        raise BadSetting(f"--seed is {config.run.seed}; write an integer below 2^63")
     if config.optim.beta_scaling == "half_life" and not config.optim.optim.startswith("adamw_torch"):
         raise BadSetting(
             "--beta_scaling half_life knows the bias correction of --optim adamw_torch and its fused form; "
@@ -536,6 +539,15 @@ def _beyond_streams(config: Config) -> tuple[tuple[Any, str], ...]:
         (data.dataset_is_sharded and run.self_check, "--self_check needs all rows of a step on one process, "
          "and --dataset_is_sharded keeps them apart; leave one of them out"),
     )  # fmt: skip
+
+
+def _check_task(config: Config) -> None:
+    """Settings that a task would pass over."""
+    task, data = config.data.task, config.data
+    if data.packing and task in ("masked_lm", "seq2seq", "classification", "contrastive"):
+        raise BadSetting(f"--packing {data.packing} is for causal_lm; leave it out with --task {task}")
+    if config.optim.label_smoothing_factor and task == "contrastive":
+        raise BadSetting("--label_smoothing_factor is not for contrastive; leave it out")
 
 
 def _check_batch(batch: Batch) -> None:
