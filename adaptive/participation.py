@@ -43,7 +43,9 @@ def plan_with(config: Config, decision: dict[str, Any], state: Any, lengths: Len
     plan = replace(plan, participation=batch.participation)
     if drawn:
         return plan
-    slots = {source: state.reservoir.get(source) or _empty(batch, target[source], state) for source in target}
+    for size in target.values():
+        _refuse_whole(size, state.world_size)
+    slots = {source: state.reservoir.get(source) or _empty(target[source], state) for source in target}
     return through_slots(plan, slots, batch, seed, step)
 
 
@@ -83,16 +85,19 @@ def usage_factor(usage: int, entries: list, correction: float) -> float:
     return max(0.0, 1 - correction * (usage - sum(uses) / len(uses)))
 
 
-def _empty(batch: Batch, size: Fraction, state: Any) -> list[None]:
-    """K slots for a source of the global size `size`."""
-    if not size:
-        return []
-    if size >= state.world_size:
+def _refuse_whole(size: Fraction, world_size: int) -> None:
+    """BadSetting from one sample per device on: there are fewer slots than samples to draw."""
+    if size >= world_size:
         raise BadSetting(
             f"--participation reservoir is for sizes below 1 per device; it is {float(size):g} samples on "
-            f"{state.world_size} device(s); write a smaller size, or --participation bernoulli"
+            f"{world_size} device(s); write a smaller size or --max_batch_size, --schedule 'constant()', or "
+            "--participation bernoulli"
         )
-    return [None] * math.ceil(state.world_size / size)
+
+
+def _empty(size: Fraction, state: Any) -> list[None]:
+    """K slots for a source of the global size `size`."""
+    return [None] * math.ceil(state.world_size / size) if size else []
 
 
 def _uniform(*key: Any) -> Fraction:

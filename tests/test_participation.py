@@ -135,7 +135,9 @@ def uses_first(seed: int) -> float:
 
 
 def test_reservoir_goes_on_from_its_json_and_is_bounded():
-    """Mutation: slots kept outside RunState, or `slots` changed in place (a plan made twice differs)."""
+    """Mutations: slots kept outside RunState, or `slots` changed in place (a plan made twice differs); sizes
+    judged at the first step alone: one that grew draws the same few samples several times in a step.
+    """
     lengths, config = Lengths({"a": 50, "b": 40}, Fraction(3)), settings("reservoir")
     sizes = {"a": 0.5, "b": 0.3}
     whole = plans(config, sizes, lengths, STEPS)
@@ -157,6 +159,8 @@ def test_reservoir_goes_on_from_its_json_and_is_bounded():
         assert all(pick.position < plan.cursor[pick.source] for pick in plan.picks), "none before it arrives"
     with pytest.raises(BadSetting, match="below 1 per device"):
         plans(config, {"a": 1.0, "b": 0.3}, lengths, 1)
+    with pytest.raises(BadSetting, match="below 1 per device"):
+        plans(config, {"a": 4.0, "b": 0.3}, lengths, 1, twin)
 
 
 @pytest.mark.parametrize("participation", ["bernoulli", "reservoir"])
