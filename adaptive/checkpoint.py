@@ -154,7 +154,7 @@ class Checkpoints:
             return fresh
         self.opened = Path(chosen).resolve()
         manifest = self.engine.from_rank0(lambda: json.loads((self.opened / MANIFEST).read_text()))
-        state = RunState.from_json(manifest["state"])
+        state = self._state_of(manifest)
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
@@ -181,6 +181,15 @@ class Checkpoints:
         if self._go_back(state.step):
             state.evaluated_at, state.evaluation_owed = state.step, False
         return state
+
+    def _state_of(self, manifest: dict[str, Any]) -> RunState:
+        try:
+            return RunState.from_json(manifest["state"])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise BadSetting(
+                f"{self.opened} cannot be gone on from ({type(error).__name__}: {error}); continue with the "
+                "version of this program that saved it, or from another checkpoint"
+            ) from None
 
     def _same_optimizer(self, manifest: dict[str, Any]) -> None:
         before, here = manifest["config"]["optim"], self.config.optim.optim
@@ -248,13 +257,13 @@ class Checkpoints:
             "seed": "--seed",
             "order_version": "version of the data order",
         }
-        differing = [name for name, value in here.items() if manifest[name] != value]
+        differing = [name for name, value in here.items() if manifest.get(name) != value]
         if "fingerprint" in differing and self.config.run.allow_dataset_change:
             differing.remove("fingerprint")
         if differing:
             name = differing[0]
             raise BadSetting(
-                f"{path} was made with another {names[name]} ({manifest[name]}, here {here[name]}); "
+                f"{path} was made with another {names[name]} ({manifest.get(name)}, here {here[name]}); "
                 "continue with the same"
                 + (", or write --allow_dataset_change" if name == "fingerprint" else "")
             )
@@ -265,12 +274,12 @@ def problem(path: Path) -> str | None:
     """Why `path` is no whole checkpoint, None if it is."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        files, checksums = manifest["files"], manifest.get("checksums", {})
+        files, checksums = manifest["files"].items(), manifest.get("checksums", {})
     except OSError:
         return "it has no manifest.json"
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return "its manifest.json is damaged"
-    for name, size in files.items():
+    for name, size in files:
         file = path / name
         if not file.is_file() or file.stat().st_size != size:
             return f"{name} is missing or has another size"

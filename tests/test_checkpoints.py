@@ -260,6 +260,20 @@ def test_a_branch_does_not_overwrite_a_run(tmp_path):
     assert run(tmp_path / "one", *branch).step == 6, "a run's own older state"
 
 
+@pytest.mark.parametrize("change, words", [
+    ({"files": []}, "its manifest.json is damaged"), ({"fingerprint": None}, "made with another dataset"),
+    ({"state": {"slots": 3}}, "unknown fields"), ({"state": {"carry": {"train": "x"}}}, "ValueError"),
+])  # fmt: skip
+def test_a_manifest_that_was_changed_is_one_line(tmp_path, change, words):
+    """Mutations: `except (ValueError, KeyError)` alone; the state read bare: tracebacks."""
+    run(tmp_path, "--max_steps", "2")
+    checkpoint = tmp_path / "checkpoints" / "step_2"
+    path = checkpoint / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(BadSetting, match=words):
+        run(tmp_path, "--resume_from_checkpoint", str(checkpoint), "--max_steps", "3")
+
+
 def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
     """The same one with other settings goes on with it.
 
