@@ -70,6 +70,15 @@ def test_a_stop_and_other_processes_are_right(tmp_path, capsys):
     assert "start     after step 0, one process" in told and "resume    after step 20, one process" in told
 
 
+def test_a_resume_with_another_schedule_is_right(tmp_path, capsys):
+    """Mutation: the last schedule asked for the steps of the one before: "wrong" of a run that is not."""
+    folder = start(tmp_path / "run", "--max_steps", "5", "--schedule", "constant()")
+    again = ["--config", str(folder / "config.yaml"), "--resume_from_checkpoint", "auto", "--max_steps", "9"]
+    start(folder, *again, "--schedule", "linear(interval=1)")
+    assert inspect_run([str(folder), "--verify"]) == 0
+    assert "not asked again: a resume has changed it" in capsys.readouterr().out
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew(runs, tmp_path, capsys):
     """--resume_from_checkpoint auto then starts fresh, and the records with it. Mutation: `_cut_back(0)` left
     out: steps twice, as a search that was killed had them.

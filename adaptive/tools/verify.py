@@ -132,6 +132,9 @@ class Again:
         self.batch, self.text = run.config.batch, run.config.batch.schedule
         self.decay = scaling.parse_decay(run.config.optim)
         self.schedule, self.said = None, f"{self.text}: every size asked for is its answer"
+        if any(start.get("schedule", self.text) != self.text for start in run.starts):
+            self.said = "the schedule was not asked again: a resume has changed it"
+            return
         known = {*signals.KNOWN, *task.signals()}
         try:
             schedule = load_schedule(run.config, known)
