@@ -39,6 +39,12 @@ def covered(record: dict[str, Any]) -> str:
     return f"{n / unit:.3g}{name}" if name else str(n)
 
 
+def encodable(text: str) -> str:
+    """`text` as stdout's encoding has it, with ? for what it has not."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
 # Heading, width with its space before it, text: 80 together, so that the usual terminal does not wrap them.
 COLUMNS = (
     ("step", 6, lambda r: show(r["step"])),
@@ -93,8 +99,7 @@ class Screen:
                 return
         with self.guard("console", self._mute):
             if self.works:
-                encoding = sys.stdout.encoding or "utf-8"
-                print(text.encode(encoding, "replace").decode(encoding), flush=True)
+                print(encodable(text), flush=True)
 
     def move(self, record: dict[str, Any], seconds_left: float | None) -> None:
         """The bar, at most every REFRESH_SECONDS."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from adaptive import scaling, signals
 from adaptive.config import Config
+from adaptive.console import encodable
 from adaptive.participation import plan_with
 from adaptive.plan import ENDLESS, Lengths, exact, plan_step
 from adaptive.records import counters
@@ -44,7 +45,8 @@ def tell_plan(config: Config, schedule: Schedule, datasets: dict[str, Any], engi
     lengths = Lengths(rows, exact(run.num_train_epochs), run.max_samples, run.max_steps)
     done = walk(config, schedule, lengths, engine.world_size)
     if engine.is_main:
-        print("\n".join(_summary(config, schedule, lengths, done, time.monotonic() - started)), flush=True)
+        told = _summary(config, schedule, lengths, done, time.monotonic() - started)
+        print(encodable("\n".join(told)), flush=True)
     return done.state
 
 

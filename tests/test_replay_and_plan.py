@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -173,6 +175,14 @@ def test_the_plan_is_the_run(tmp_path, capfd, arguments):
     assert walked.sizes == [r["batch_size"] for r in real]
     assert walked.targets == [r["target_batch_size"] for r in real]
     assert walked.rates == [r["learning_rate"] for r in real]
+
+
+def test_a_plan_is_told_where_stdout_has_no_blocks(monkeypatch):
+    """Mutation: print alone: a UnicodeEncodeError instead of the plan."""
+    held = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", held)
+    train.main(parse([*QUIET, "--dry_run", "--schedule", "ramp(4, 64, 2000)"]))
+    assert b"sizes from 4 to" in held.buffer.getvalue() and b"?" in held.buffer.getvalue()
 
 
 def test_steps_saved_against_a_constant_size():

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from adaptive.config import BadSetting, exit_with
+from adaptive.console import encodable
 from adaptive.order import Order
 from adaptive.plan import share
 from adaptive.tools.runs import Run
@@ -38,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     run = Run(asked.run)
     if asked.verify:
         return told_verify(run)
-    print("\n".join(summary(run) if asked.step is None else samples(run, asked.step)))
+    print(encodable("\n".join(summary(run) if asked.step is None else samples(run, asked.step))))
     return 0
 
 
