@@ -72,7 +72,7 @@ def test_the_same_samples_in_the_same_steps(tmp_path):
 
 def test_files_of_each_process_and_streams_that_differ(tmp_path):
     """R43: 5 and 8 samples, in steps of 2 and of 3, and a run that goes on; nobody hangs, what is left is
-    counted, with ZeRO-2 likewise. Mutations: each rank ends by itself: a hang; the end of rank 0 for all: a
+    counted. Mutations: each rank ends by itself: a hang; the end of rank 0 for all: a
     KeyError on rank 0 where its file is the longer one.
     """
     texts = {0: 5, 1: 8}
