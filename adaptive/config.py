@@ -446,10 +446,8 @@ def check(config: Config) -> Config:
         if name in AT_LEAST_ZERO and value is not None and not 0 <= value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
-    _check_arithmetic(config)
-    _check_task(config)
-    _check_sources(config)
-    _check_stream(config)
+    for judge in (_check_arithmetic, _check_task, _check_sources, _check_stream):
+        judge(config)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(
             f"--max_steps is {run.max_steps}; write a number of steps, or -1 to be bounded by the data"
