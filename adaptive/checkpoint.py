@@ -20,12 +20,15 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from adaptive import order
 from adaptive.config import BadSetting, Config
 from adaptive.records import last_run_id
+from adaptive.schedules import global_size, in_unit
 from adaptive.state import RunState
 
 MANIFEST, STEP = "manifest.json", re.compile(r"step_(\d+)$")
@@ -160,6 +163,9 @@ class Checkpoints:
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
         if _name(manifest["config"]["schedule"]) != _name(self.config.batch.schedule):
             state.schedule = None  # another one's memory
+        self._in_this_unit(state, manifest["config"])
+        if manifest["config"]["micro_batch_size"] != self.config.batch.micro_batch_size:
+            state.micro_batch_size = state.regrow_at = None  # what fitted was less than another limit
         if self.config.run.weights_only:
             with self._of_this_run():
                 self.engine.load_weights(self.opened, manifest)
@@ -181,6 +187,20 @@ class Checkpoints:
         if self._go_back(state.step):
             state.evaluated_at, state.evaluation_owed = state.step, False
         return state
+
+    def _in_this_unit(self, state: RunState, before: dict[str, Any]) -> None:
+        """The same samples, where this start's sizes are per device and the checkpoint's were not, or so."""
+        now = self.config.batch
+        names = ("per_device_train_batch_size", "fraction", "samples_per_pass")
+        then = replace(now, **{name: before[name] for name in names})
+        if in_unit(Fraction(1), then, 3) == in_unit(Fraction(1), now, 3):
+            return
+
+        def converted(size: float) -> float:
+            return in_unit(global_size(size, then, state.world_size), now, state.world_size) if size else size
+
+        state.size, state.initial_size = converted(state.size), converted(state.initial_size)
+        state.sizes = {source: converted(size) for source, size in state.sizes.items()}
 
     def _state_of(self, manifest: dict[str, Any]) -> RunState:
         try:

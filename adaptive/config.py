@@ -446,7 +446,7 @@ def check(config: Config) -> Config:
         if name in AT_LEAST_ZERO and value is not None and not 0 <= value < float("inf"):
             raise BadSetting(f"--{name} is {value}; write 0 or more")
     _check_batch(config.batch)
-    for judge in (_check_arithmetic, _check_task, _check_sources, _check_stream):
+    for judge in (_check_arithmetic, _check_alone, _check_task, _check_sources, _check_stream):
         judge(config)
     if run.max_steps != -1 and run.max_steps < 1:
         raise BadSetting(
@@ -481,6 +481,8 @@ def check(config: Config) -> Config:
 
 
 def _check_arithmetic(config: Config) -> None:
+    if config.run.num_train_epochs > 1e9:
+        raise BadSetting(f"--num_train_epochs is {config.run.num_train_epochs:g}; write at most 1e9")
     if config.run.seed >= 2**63:
         raise BadSetting(f"--seed is {config.run.seed}; write an integer below 2^63")
     if config.optim.beta_scaling == "half_life" and not config.optim.optim.startswith("adamw_torch"):
@@ -497,10 +499,16 @@ def _check_arithmetic(config: Config) -> None:
         raise BadSetting("--self_check would disturb the loss scaler of --fp16; write --bf16, or neither")
 
 
-def _check_stream(config: Config) -> None:
-    """Data of unknown length, or lengths that differ by process."""
+def _check_alone(config: Config) -> None:
+    """Settings that do nothing without another."""
+    if config.run.weights_only and not config.run.resume_from_checkpoint:
+        raise BadSetting("--weights_only is for --resume_from_checkpoint; write that too, or neither")
     if config.data.dataset_is_sharded and not config.data.streaming:
         raise BadSetting("--dataset_is_sharded is for streams; write --streaming as well")
+
+
+def _check_stream(config: Config) -> None:
+    """Data of unknown length."""
     for wrong, line in _beyond_streams(config) if config.data.streaming else ():
         if wrong:
             raise BadSetting(line)

@@ -53,7 +53,7 @@ COLUMNS = (
     ("passes", 7, lambda r: f"{show(r.get('passes'))}x{show(r.get('micro_batch_size'))}"),
     ("cover", 6, lambda r: covered(r)),
     ("epoch", 6, lambda r: show(r.get("epoch"), ".2f")),
-    ("loss", 8, lambda r: show(r.get("loss"), ".4f")),
+    ("loss", 8, lambda r: show(r.get("loss"), ".4f" if (r.get("loss") or 0) < 100 else ".4g")),
     ("lr", 8, lambda r: show(r.get("learning_rate"), ".2e").replace("e-0", "e-")),
     ("norm", 8, lambda r: show(r.get("grad_norm"), ".3g")),
     ("samples/s", 10, lambda r: show(r.get("samples_per_second"), ".1f")),

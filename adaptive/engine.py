@@ -163,8 +163,12 @@ class Engine(Agreement):
         self.model.train()  # from_pretrained leaves a model in eval mode; evaluation comes back to this one
 
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
+        backend = self.config.hardware.torch_compile_backend
         if self.config.hardware.torch_compile:
-            model.compile(backend=self.config.hardware.torch_compile_backend, dynamic=False)
+            known = torch.compiler.list_backends(None)
+            if backend not in known:
+                raise BadSetting(f"--torch_compile_backend is {backend!r}; write one of {', '.join(known)}")
+            model.compile(backend=backend, dynamic=False)
         model, optimizer = self.accelerator.prepare(model, optimizer)
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             model.broadcast_buffers = False  # a collective inside forward; see reduce_gradient

@@ -15,6 +15,7 @@ import json
 import math
 import numbers
 import os
+import shlex
 import sys
 import threading
 from pathlib import Path
@@ -130,7 +131,8 @@ class Report:
 
     def leave_word(self, state: Any) -> None:
         """Say how to go on after a signal."""
-        how = f"--config {self.config.run.output_dir}/config.yaml --resume_from_checkpoint auto"
+        settings = shlex.quote(f"{self.config.run.output_dir}/config.yaml")
+        how = f"--config {settings} --resume_from_checkpoint auto"
         self.say(f"stopped by a signal after step {state.step} and saved; go on with:")
         self.say(f"accelerate launch ... train.py {how}")
 

@@ -147,7 +147,8 @@ def parse_rule(text: str, optimizer: str = "adamw_torch") -> Callable[..., float
         )
     try:
         rule = RULES[name]
-        rule(2.0, *arguments, **options)
+        if not math.isfinite(rule(2.0, *arguments, **options)):  # TypeError for a complex number
+            raise OverflowError
     except (TypeError, OverflowError):
         raise BadSetting(f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p)") from None
     if rule is adascale_gain:

@@ -181,6 +181,8 @@ def test_the_default_folder_is_new_and_named_after_the_task():
     (["--max_batch_size", "-1"], ["--max_batch_size", "above 0"]),
     (["--micro_batch_size", "0"], ["--micro_batch_size is 0", "above 0"]),
     (["--num_train_epochs", "0"], ["--num_train_epochs is 0", "above 0"]),
+    (["--num_train_epochs", "1e308"], ["--num_train_epochs is 1e+308", "at most 1e9"]),
+    (["--weights_only"], ["--weights_only is for --resume_from_checkpoint"]),
     (["--max_samples", "0"], ["--max_samples is 0", "above 0"]),
     (["--max_steps", "0"], ["--max_steps is 0", "-1"]),
     (["--learning_rate", "nan"], ["--learning_rate is nan", "0 or more"]),
@@ -326,6 +328,7 @@ def test_a_folder_that_is_in_use_is_refused_and_left_alone(tmp_path):
     (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type", "'cosin'", "cosine"]),
     (["--lr_scheduler_kwargs", "cycles=2"], ["--lr_scheduler_kwargs", "cycles"]),
     (["--lr_scaling", "square"], ["--lr_scaling", "'square'", "power(p)"]),
+    (["--lr_scaling", "power(2j)"], ["--lr_scaling", "power(2j)", "power(p)"]),
     (["--task", "chess"], ["--task", "'chess'", "causal_lm", "FILE.py:CLASS"]),
     (["--task", "nowhere.py:Mine"], ["--task", "nowhere.py", "no such file"]),
 ])  # fmt: skip

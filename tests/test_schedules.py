@@ -19,6 +19,7 @@ from adaptive.schedules import (
     decide,
     first_size,
     global_size,
+    in_unit,
     load_schedule,
     parse_schedule,
     received_signals,
@@ -553,6 +554,9 @@ def test_an_exception_of_the_users_is_one_line_with_its_place(user_file):
         "KeyError: 2",
         "my_idea.py:3",
     )
+    path = user_file("import sys\n\n\ndef grow(step, current_size):\n    sys.exit('enough')\n")
+    leaves = parse_schedule(f"{path}:grow", SIGNALS)  # Mutation: SystemExit let through: the others wait
+    refused(lambda: decision(leaves), "the schedule grow failed at step 2", "SystemExit: enough")
 
 
 # Clamps, units, the first decision
@@ -606,6 +610,7 @@ def test_units(batch, world_size, size, target):
     Mutation: binary fractions: 0.3 accumulates 3.33333333333333345 samples.
     """
     assert global_size(size, batch, world_size) == target
+    assert in_unit(target, batch, world_size) == pytest.approx(size, rel=1e-15)
     made = decision(lambda step, current_size: size, batch, size=size, world_size=world_size)
     assert Fraction(made["target"]) == target and made["size"] == size
 

@@ -169,6 +169,11 @@ def test_unknown_task_names_the_known_ones(tmp_path):
     (tmp_path / "mine.py").write_text("class Mine: pass\n")
     with pytest.raises(BadSetting, match="it has Mine"):
         load_task(f"{tmp_path}/mine.py:Yours")
+    with pytest.raises(BadSetting, match="makes a Mine; write a (sub)?class of adaptive.tasks.Task"):
+        load_task(f"{tmp_path}/mine.py:Mine")
+    (tmp_path / "broken.py").write_text("class Mine:\n    def __init__(self):\n        self.a = {}['key']\n")
+    with pytest.raises(BadSetting, match=r"broken.py:Mine: KeyError: 'key' \(broken.py:3\)"):
+        load_task(f"{tmp_path}/broken.py:Mine")
 
 
 def test_config_yaml_repeats_the_run(tmp_path):

@@ -259,7 +259,7 @@ def decide(
         signals = signals | {"size_unit": float(global_size(1.0, batch, state.world_size))}
         try:
             answer = schedule.call(signals, otherwise=state.size)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BadSetting(
                 f"the schedule {schedule.name} failed at step {step}: {described(error)}"
             ) from error
@@ -364,6 +364,15 @@ def global_size(size: float, batch: Batch, world_size: int) -> Fraction:
     if batch.fraction == "accumulate":
         return batch.samples_per_pass * world_size / exact(size)
     return exact(size) * world_size
+
+
+def in_unit(target: Fraction, batch: Batch, world_size: int) -> float:
+    """Inverse of `global_size`."""
+    if batch.per_device_train_batch_size is None:
+        return float(target)
+    if batch.fraction == "accumulate":
+        return float(batch.samples_per_pass * world_size / target)
+    return float(target / world_size)
 
 
 SCHEDULES: dict[str, Callable] = {

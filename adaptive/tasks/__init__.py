@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from adaptive.config import BadSetting, Config
 from adaptive.engine import attention, weights_drawn_whole
-from adaptive.schedules import from_file
+from adaptive.schedules import described, from_file
 
 
 @dataclass
@@ -121,7 +121,16 @@ def load_task(name: str) -> Task:
     """--task -> Task; BadSetting for an unknown name or file."""
     found = re.match(r"(.+\.py):(\w+)$", name)
     if found:
-        return from_file(Path(found[1]), found[2], "--task")()
+        made = from_file(Path(found[1]), found[2], "--task")
+        try:
+            task = made()
+        except Exception as error:
+            raise BadSetting(f"--task {name}: {described(error)}") from error
+        if not isinstance(task, Task):
+            raise BadSetting(
+                f"--task {name} makes a {type(task).__name__}; write a class of adaptive.tasks.Task"
+            )
+        return task
     if name not in TASKS:
         raise BadSetting(f"--task is {name!r}; write one of {', '.join(TASKS)}, or FILE.py:CLASS")
     module, attribute = TASKS[name].split(":")

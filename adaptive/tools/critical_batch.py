@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     flags, given = _parser().parse_known_args(arguments)
     _check(flags)
     folder = Path(flags.output_dir)
+    if any(flag.split("=")[0] == "--schedule" for flag in given):
+        raise BadSetting("--schedule: every candidate has one size; write --sizes or --factors instead")
     config = parse([*given, "--output_dir", str(folder)])
     settings = {"method": flags.method, "samples": flags.samples, "start": flags.start, "flags": given}
     settings |= {name: getattr(flags, name) for name in ("sizes", "factors", "evaluations", "warmup")}
