@@ -69,7 +69,7 @@ class Agreement:
 
     def sum(self, values: list[float]) -> list[float]:
         """Elementwise sum over ranks, in fp64; every rank gets the same bits."""
-        return self._start(torch.tensor(values, dtype=torch.float64))()
+        return self._start(values, float)()
 
     def sum_integers(self, values: list[int]) -> list[int]:
         """Elementwise sum over ranks, exact."""
@@ -77,11 +77,11 @@ class Agreement:
 
     def start_sum(self, values: list[int]) -> Callable[[], list[int]]:
         """`sum_integers` in two: what the caller does before it calls the result waits for no other rank."""
-        return self._start(torch.tensor(values, dtype=torch.int64))
+        return self._start(values, int)
 
     def maximum(self, values: list[float]) -> list[float]:
         """Elementwise maximum over ranks, in fp64."""
-        return self._start(torch.tensor(values, dtype=torch.float64), torch.maximum)()
+        return self._start(values, float, torch.maximum)()
 
     def same_everywhere(self, value: str, what: str) -> None:
         """RuntimeError on every rank unless all ranks hold rank 0's `value`; for --check_agreement."""
@@ -104,14 +104,15 @@ class Agreement:
                 line = f"error: {meaning.format(rank=rank)}; {RESUME}"
                 return print(line, file=sys.stderr, flush=True)
 
-    def _start(self, own: torch.Tensor, combine: Callable = torch.add) -> Callable[[], list]:
-        """`own` (k,) of all ranks, by recursive doubling (Thakur, Rabenseifner and Gropp 2005, section 4.5).
+    def _start(self, values: list, kind: type, combine: Callable = torch.add) -> Callable[[], list]:
+        """`values` (k,) of all ranks, by recursive doubling (Thakur et al. 2005, section 4.5).
 
         Partners at distance 1, 2, 4 ... add the same two numbers, so that all ranks get the same bits. A rank
         beyond the largest power of 2 hands its part to one below it before, and gets the sum from it after.
         """
         if self.world_size == 1:
-            return own.tolist
+            return lambda: list(map(kind, values))
+        own = torch.tensor(values, dtype=torch.float64 if kind is float else torch.int64)
         self._finish()
         rank, power = self.rank, 1 << (self.world_size.bit_length() - 1)
         above = rank + power if rank + power < self.world_size else None

@@ -164,8 +164,6 @@ class Checkpoints:
         if _name(manifest["config"]["schedule"]) != _name(self.config.batch.schedule):
             state.schedule = None  # another one's memory
         self._in_this_unit(state, manifest["config"])
-        if manifest["config"]["micro_batch_size"] != self.config.batch.micro_batch_size:
-            state.micro_batch_size = state.regrow_at = None  # what fitted was less than another limit
         if self.config.run.weights_only:
             with self._of_this_run():
                 self.engine.load_weights(self.opened, manifest)

@@ -165,8 +165,8 @@ class Engine(Agreement):
     def _wrap(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
         backend = self.config.hardware.torch_compile_backend
         if self.config.hardware.torch_compile:
-            known = torch.compiler.list_backends(None)
-            if backend not in known:
+            known = torch.compiler.list_backends()
+            if backend not in torch.compiler.list_backends(None):
                 raise BadSetting(f"--torch_compile_backend is {backend!r}; write one of {', '.join(known)}")
             model.compile(backend=backend, dynamic=False)
         model, optimizer = self.accelerator.prepare(model, optimizer)
@@ -688,7 +688,7 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(gradients)
-    return torch.stack([n.to(device) for n in norms]).double().square().sum()
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), dtype=torch.float64).square()
 
 
 class _Holding(TorchDispatchMode):

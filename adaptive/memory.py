@@ -77,7 +77,10 @@ class MicroBatch:
 
     def settings(self) -> Batch:
         """--micro_batch_size and its group, with the rows that fit as far as is known."""
-        return replace(self.batch, micro_batch_size=min(self.most, self.state.micro_batch_size or self.most))
+        rows = min(self.most, self.state.micro_batch_size or self.most)
+        return (
+            self.batch if rows == self.batch.micro_batch_size else replace(self.batch, micro_batch_size=rows)
+        )
 
     def _shrink(self, rows: int, n_passes: int) -> None:
         if rows == 1:

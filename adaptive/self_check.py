@@ -41,9 +41,10 @@ def check_step(
     Warns above the tolerance.
     """
     engine, report, step = micro_batch.engine, micro_batch.report, micro_batch.state.step + 1
-    every, batch = config.run.self_check, micro_batch.settings()
+    every = config.run.self_check
     if not every or step % every or not plan.size:
         return {}
+    batch = micro_batch.settings()
     with _untouched(engine, step):
         model = _bare_model(config, engine, task)
         alone, every_row = Alone(engine, model), data.share(plan, weights, whole=True)

@@ -290,19 +290,6 @@ def test_sizes_go_on_in_the_unit_of_the_resume(tmp_path):
     assert [r["target_batch_size"] for r in records(tmp_path)] == [16] * 6
 
 
-def test_another_limit_of_rows_replaces_what_fitted(tmp_path):
-    """Mutation: the checkpoint's `micro_batch_size` kept: a larger limit is told, and never used."""
-    on = ["--micro_batch_size", "2", "--resume_from_checkpoint", "auto", "--max_steps"]
-    run(tmp_path, "--micro_batch_size", "2", "--max_steps", "2")
-    path = tmp_path / "checkpoints" / "step_2" / "manifest.json"
-    manifest = json.loads(path.read_text())
-    manifest["state"]["micro_batch_size"] = 1  # what fitted, after memory ran out
-    path.write_text(json.dumps(manifest))
-    assert run(tmp_path, *on, "4").micro_batch_size == 1
-    assert run(tmp_path, *on[2:], "6", "--micro_batch_size", "4").micro_batch_size is None
-    assert [r["micro_batch_size"] for r in records(tmp_path)] == [2, 2, 1, 1, 4, 4]
-
-
 def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
     """The same one with other settings goes on with it.
 
