@@ -55,7 +55,7 @@ engine = Engine.start(parse(["--output_dir", "unused"]))
 Engine._leaving.wait = lambda seconds: Engine._leaving.is_set()
 engine.listen()
 engine.wait()
-print("left by", engine.world_size, flush=True)
+print(f"left by {engine.world_size}\\n", end="", flush=True)  # one write, which no other cuts in two
 """
 SCRIPT = """
 import json, random, sys
