@@ -47,8 +47,11 @@ CUTS = {  # layout, processes -> {name: (optimizer, micro-batch, workers)}
     ("cpu_zero1", 2): {"sgd-z1": (SGD, 3, 0), "adamw-z1": (ADAMW, 3, 0), "half-z1": (CHECKED, 3, 0)},
     ("cpu_zero2", 2): {"sgd-z2": (SGD, 3, 0), "adamw-z2": (ADAMW, 3, 0), "half-z2": (CHECKED, 3, 0)},
     ("cpu_zero3", 2): {"sgd-z3": (SGD, 3, 0), "adamw-z3": (ADAMW, 3, 0), "half-z3": (CHECKED, 3, 0)},
-    ("cpu_fsdp2", 2): {"sgd-f2": (SGD, 3, 0), "adamw64-f2": (ADAMW64, 2, 2), "half-f2": (CHECKED, 3, 0)},
-    ("cpu_fsdp2", 3): {"sgd-f3": (CHECKPOINTED, 1, 0), "adamw64-f3": (ADAMW64, 64, 0)},
+    ("cpu_fsdp2", 3): {
+        "sgd-f": (CHECKPOINTED, 1, 0),
+        "adamw64-f": (ADAMW64, 3, 0),
+        "half-f": (CHECKED, 3, 0),
+    },
 }
 REFERENCES = {
     "sgd": (SGD, 64, 0), "adamw64": (ADAMW64, 64, 0), "adamw": (ADAMW, 64, 0), "half": (HALF, 64, 0),
