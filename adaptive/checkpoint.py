@@ -190,7 +190,7 @@ class Checkpoints:
         """The same samples, where this start's sizes are per device and the checkpoint's were not, or so."""
         now = self.config.batch
         names = ("per_device_train_batch_size", "fraction", "samples_per_pass")
-        then = replace(now, **{name: before[name] for name in names})
+        then = replace(now, **{name: before.get(name, getattr(now, name)) for name in names})
         if in_unit(Fraction(1), then, 3) == in_unit(Fraction(1), now, 3):
             return
 
