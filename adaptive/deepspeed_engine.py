@@ -140,16 +140,11 @@ class DeepSpeedEngine(Engine):
         universal = folder.with_name(f".{folder.name}.universal")
         by = f"{saved} process(es), which are {self.world_size} now"
         self.from_rank0(lambda: _convert(folder / "engine", universal / "engine", by))
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups
-        ]
         self.model._config.load_universal_checkpoint = True
         try:
             self.model.load_checkpoint(str(universal), tag="engine")
         finally:
             self.model._config.load_universal_checkpoint = False
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)  # stage 3 copies the first group's weight decay into all
         for state in self.model.optimizer.optimizer.state.values():
             # Stage 3 hands all groups one tensor, which each of them would count up.
             if torch.is_tensor(state.get("step")):

@@ -524,7 +524,9 @@ class Engine(Agreement):
 
     @contextlib.contextmanager
     def own_settings(self) -> Iterator[None]:
-        """Around `load_state`: settings such as --weight_decay stay this start's, not the checkpoint's."""
+        """Around `load_state`: settings such as --weight_decay stay this start's, not the checkpoint's, and
+        each group's its own: ZeRO-3's universal checkpoint copies the first group's into all.
+        """
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         yield
         for group, own in zip(self.optimizer.param_groups, groups, strict=True):

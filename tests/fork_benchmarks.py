@@ -11,19 +11,25 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import forking  # noqa: E402
+
 SIDE_BY_SIDE = 2
 
 
 def compare(module) -> None:
     """Each contender in a process of its own, as `main` starts them, and its table."""
-    found = {name: [json.loads(in_child(lambda n=name: contend(module, n))[1].splitlines()[-1])]
-             for name in module.CONTENDERS}  # fmt: skip
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in module.CONTENDERS:
+            said = Path(folder, name)
+            assert forking.run(lambda n=name: contend(module, n), said) == 0, said.read_text()
+            found[name] = [json.loads(said.read_text().splitlines()[-1])]
     module.show(found, "1")
 
 
@@ -76,40 +82,12 @@ RUN: dict[str, Callable] = {"compare": compare, "gpu": gpu, "schedules": schedul
 
 
 def one(name: str) -> None:
+    sys.argv[1:] = []
     module = __import__(name)
     for constant, value in SMALL[name].items():
         assert hasattr(module, constant), f"{name} has no {constant}"
         setattr(module, constant, value)
     RUN.get(name, lambda module: module.main())(module)
-
-
-def start(work: Callable[[], None]) -> tuple[int, str]:
-    """(process, file of its output) of a child that does `work`."""
-    handle, path = tempfile.mkstemp()
-    child = os.fork()
-    if child:
-        os.close(handle)
-        return child, path
-    status = 1
-    try:
-        os.dup2(handle, 1)
-        os.dup2(handle, 2)
-        sys.argv[1:] = []
-        work()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-def in_child(work: Callable[[], None]) -> tuple[int, str]:
-    child, path = start(work)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    text = Path(path).read_text()
-    os.unlink(path)
-    return status, text
 
 
 def main() -> None:
@@ -122,16 +100,15 @@ def main() -> None:
 
     torch.set_num_threads(1)
     waiting, running, done = list(sys.argv[1:]), {}, {}
-    while waiting or running:
-        while waiting and len(running) < SIDE_BY_SIDE:
-            name = waiting.pop(0)
-            child, path = start(lambda name=name: one(name))
-            running[child] = (name, path)
-        child, status, used = os.wait3(0)
-        name, path = running.pop(child)
-        print(f"{name}: {used.ru_utime + used.ru_stime:.1f} s of CPU time", file=sys.stderr)
-        done[name] = [os.waitstatus_to_exitcode(status), Path(path).read_text()]
-        os.unlink(path)
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < SIDE_BY_SIDE:
+                name = waiting.pop(0)
+                running[forking.start(lambda name=name: one(name), Path(folder, name))] = name
+            child, status, used = os.wait3(0)
+            name = running.pop(child)
+            print(f"{name}: {used.ru_utime + used.ru_stime:.1f} s of CPU time", file=sys.stderr)
+            done[name] = [os.waitstatus_to_exitcode(status), Path(folder, name).read_text()]
     print(json.dumps(done))
 
 

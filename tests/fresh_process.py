@@ -11,15 +11,15 @@ import json
 import os
 import shutil
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import forking
 import torch
 import torch._dynamo  # the first optimizer imports it: here once, not in every child
 
 import train
-from adaptive.config import BadSetting, parse
+from adaptive.config import parse
 
 DIED = 41  # exit status of a child that was made to die
 TASKS = Path(__file__).parent / "distributed" / "chaos.py"
@@ -41,26 +41,14 @@ N_STEPS = 12
 
 
 def child(arguments: list, said: Path, arm: Callable[[], None] = lambda: None) -> int:
-    """Exit status of train.main(arguments) in a process of its own; `arm` is called in it first."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    status = 1
-    try:
-        out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(out, 1), os.dup2(out, 2)
+    """Exit status of train.main(arguments) in a process of its own; `arm` is called in it before the run."""
+
+    def work() -> None:
         config = parse([str(word) for word in arguments])
         arm()
         train.main(config)
-        status = 0
-    except BadSetting as error:
-        print(error, flush=True)
-        status = 2
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
+
+    return forking.run(work, said)
 
 
 class Operations:
