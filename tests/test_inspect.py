@@ -30,6 +30,7 @@ RUNS = {
     ],  # 20/7 samples a step, of which a record's decimal number is a little less
     "feedback": ["--schedule", OWN, "--num_train_epochs", "2"],
     "noise": ["--schedule", "noise_scale(interval=3)", "--num_train_epochs", "2"],
+    "bernoulli": ["--participation", "bernoulli", "--batch_size", "2.3", "--num_train_epochs", "2"],
 }  # fmt: skip
 
 
@@ -200,6 +201,79 @@ def test_a_reservoir_is_inspected(tmp_path, capsys):
     assert inspect_run([str(folder), "--step", str(step)]) == 0
     assert f"row {Run(folder).audits[0][step]['indices'][0]}: factors" in capsys.readouterr().out
     assert inspect_run([str(folder), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert "into the reservoir once (2 whole epochs" in told and "every size asked for is its answer" in told
+
+
+def arrive_twice(records):
+    after = next(record for record in records if record["arrived"] and record["step"] > 40)
+    after["arrived"][0][1] -= 1
+
+
+def draw_early(records):
+    drawn = next(record for record in records if record["positions"])
+    drawn["positions"][0][1:] = [90, 91]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (arrive_twice, "repeats positions"), (draw_early, "draws position 90, which has not arrived"),
+        (ask_more, "step 6: .* asks for"), (carry_away, "step 6: .* carried on"),
+    ],
+)  # fmt: skip
+def test_a_reservoir_that_was_tampered_with_is_found(tmp_path, capsys, change, said):
+    """Mutation: of a reservoir the counters alone, as if its sizes and arrivals followed from nothing."""
+    flags = ["--participation", "reservoir", "--per_device_train_batch_size", "0.7", "--max_steps", "60"]
+    runs = {"reservoir": start(tmp_path / "run", *flags, "--schedule", "constant()")}
+    assert inspect_run([str(tampered(runs, "reservoir", tmp_path, change)), "--verify"]) == 1
+    assert re.search(said, capsys.readouterr().out)
+
+
+TEXT = ["--task", "causal_lm", "--sequence_length", "16", "--optim", "adamw_torch", "--batch_size", "3.5"]
+
+
+def test_a_stream_that_ends_is_right_and_one_that_was_tampered_with_is_not(tmp_path, capsys):
+    """Its rows cannot be looked up, but positions, sizes and the audit's places can.
+
+    Mutations: streams refused; the last step, which the stream's end cuts, held to its size.
+    """
+    text = tmp_path / "lines.txt"
+    text.write_text("".join(f"line {n} of a stream\n" for n in range(120)))
+    flags = [*TEXT, "--streaming", "--dataset_name", str(text), "--eval_dataset", str(text)]
+    flags += ["--lr_scheduler_type", "constant", "--schedule", "linear(interval=5)"]
+    folder = start(tmp_path / "run", *flags)
+    assert Run(folder).train[-1]["batch_size"] < Run(folder).train[-1]["target_batch_size"] - 1
+    assert inspect_run([str(folder), "--verify"]) == 0
+    told = capsys.readouterr().out
+    n = Run(folder).train[-1]["samples"]
+    assert f"every position from 0 to {n} once (of a stream)" in told and f"{n} rows of the stream" in told
+    assert "every size asked for is its answer" in told
+    with pytest.raises(BadSetting, match="leave out --step"):
+        inspect_run([str(folder), "--step", "2"])
+    for change, said in ((leave_out, "step 6 leaves out positions"), (run_more, "step 6: .* carried on")):
+        assert inspect_run([str(tampered({"s": folder}, "s", tmp_path / said[:8], change)), "--verify"]) == 1
+        assert re.search(said, capsys.readouterr().out)
+    path = folder / "audit" / "rank0.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[8]["indices"][0] = lines[2]["indices"][0]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert inspect_run([str(folder), "--verify"]) == 1
+    assert "step 9: row" in capsys.readouterr().out
+
+
+def test_several_sources_are_right(tmp_path, capsys):
+    """A source that is asked for more begins again. Mutation: the cursor of one source for all."""
+    names = []
+    for name, n in (("code", 300), ("prose", 12)):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {k}, long enough\n" for k in range(n)))
+        names.append(f"{name}={tmp_path / name}.txt")
+    flags = [*TEXT, "--dataset_name", *names, "--source_sizes", "1", "1", "--schedule", "linear(interval=9)"]
+    folder = start(tmp_path / "run", *flags, "--num_train_epochs", "0.5")
+    assert inspect_run([str(folder), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"prose: every position from 0 to \d+ once \([1-9]\d* whole epochs", told), told
+    assert "code: every position" in told and "none twice in an epoch" in told
 
 
 def test_a_step_without_its_audit_and_with_a_row_that_cannot_be_read(runs, tmp_path, capsys, monkeypatch):

@@ -9,18 +9,17 @@ To add one: a line of `summary`.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adaptive.config import BadSetting, exit_with
+from adaptive.config import BadSetting, sources
 from adaptive.console import encodable
 from adaptive.order import Order
-from adaptive.plan import share
+from adaptive.plan import ENDLESS, share
+from adaptive.tools.flags import Flags, leave
 from adaptive.tools.runs import Run
 
 MOST_STRETCHES = 12  # lines of the table of sizes
@@ -29,7 +28,7 @@ SHOWN_CHARACTERS = 400  # of a decoded sample
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0, 1 when --verify found something wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Flags(
         prog="python -m adaptive.tools.inspect_run", description="What a run did, from its records."
     )
     parser.add_argument("run", type=Path, help="output folder of the run")
@@ -111,7 +110,7 @@ def load(run: Run) -> tuple[Any, Any, dict[str, Any]]:
 
     if run.config.data.streaming:
         raise BadSetting(
-            f"{run.folder} read a stream, whose rows cannot be looked up again; leave out --step and --verify"
+            f"{run.folder} read a stream, whose rows cannot be looked up again; leave out --step"
         )
     task = load_task(run.config.data.task)
     loaded = data.load(task, run.config)
@@ -169,14 +168,18 @@ def decoded(row: Any, tokenizer: Any) -> str:
 
 def told_verify(run: Run) -> int:
     """Print what holds, or the first thing that does not."""
+    from adaptive.tasks import load_task
     from adaptive.tools.verify import Wrong, verify
 
     if run.train and run.starts and run.starts[0]["step"]:
         begin = run.starts[0]["step"]
         raise BadSetting(f"{run.folder} begins at step {begin} of another run's checkpoint; verify that run")
-    task, _, datasets = load(run)
+    task, n_rows = load_task(run.config.data.task), dict.fromkeys(sources(run.config.data), ENDLESS)
+    if not run.config.data.streaming:
+        task, _, datasets = load(run)
+        n_rows = {source: len(dataset) for source, dataset in datasets.items()}
     try:
-        told = verify(run, task, {source: len(dataset) for source, dataset in datasets.items()})
+        told = verify(run, task, n_rows)
     except Wrong as wrong:
         print(f"wrong: {run.folder}: {wrong}")
         return 1
@@ -185,7 +188,4 @@ def told_verify(run: Run) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BadSetting as error:
-        exit_with(error)
+    leave(main)

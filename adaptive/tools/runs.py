@@ -71,9 +71,8 @@ class Run:
 
     @cached_property
     def cursor(self) -> dict[str, int]:
-        """Source -> its next position, after the last record; a reservoir draws from what has `arrived`."""
-        taken = (record.get("arrived", record["positions"]) for record in self.train)
-        return {source: stop for intervals in taken for source, _, stop in intervals}
+        """Source -> its next position, after the last record."""
+        return {source: stop for record in self.train for source, _, stop in taken(record)}
 
     @cached_property
     def n_rows(self) -> int | None:
@@ -101,6 +100,11 @@ class Run:
             return StepPlan(target, intervals, {}, {}, before, False)
         picks = tuple(Pick(part.source, part.start, 1.0) for part in intervals)
         return StepPlan(target, (), {}, {}, before, False, "reservoir", picks)
+
+
+def taken(record: dict[str, Any]) -> list[list]:
+    """[[source, start, stop]] that a step moved the cursors by; a reservoir draws from what has `arrived`."""
+    return record.get("arrived", record["positions"])
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ import numpy as np
 from adaptive import scaling
 from adaptive.config import BadSetting
 from adaptive.order import Order
-from adaptive.plan import CARRY_DENOMINATOR, exact, share
+from adaptive.plan import CARRY_DENOMINATOR, ENDLESS, exact, share
 from adaptive.schedules import decide, first_size, load_schedule
 from adaptive.state import RunState
-from adaptive.tools.runs import Run
+from adaptive.tools.runs import Run, taken
 
 
 class Wrong(Exception):
@@ -31,13 +31,10 @@ def verify(run: Run, task: Any, n_rows: dict[str, int]) -> list[str]:
     """Sentences of what holds; raises Wrong at the first thing that does not. `n_rows`: source -> N."""
     if not run.train:
         raise Wrong("metrics.jsonl has no decision")
-    if run.config.batch.participation == "reservoir":
-        return [
-            "the reservoir repeats and discards rows by nature: nothing to check but the counters",
-            *counters(run),
-        ]
     told = [*counters(run), *positions(run, n_rows), *sizes(run, task, n_rows)]
-    return [*told, *rows(run, n_rows)] if run.audits else told
+    if not run.audits:
+        return told
+    return [*told, *(places(run) if ENDLESS in n_rows.values() else rows(run, n_rows))]
 
 
 def counters(run: Run) -> Iterator[str]:
@@ -62,7 +59,7 @@ def positions(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
     for record in run.train:
         if sum(stop - start for _, start, stop in record["positions"]) != record["batch_size"]:
             raise Wrong(f"step {record['step']}: its positions are not {record['batch_size']} samples")
-        for source, start, stop in record["positions"]:
+        for source, start, stop in taken(record):
             before, n = cursor[source], n_rows[source]
             if start != before:
                 may_drop = run.config.batch.epoch_end == "drop" and len(n_rows) == 1
@@ -72,11 +69,20 @@ def positions(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
                     raise Wrong(f"step {record['step']} {what} positions {first:,} to {last:,} of {source}")
                 dropped += start - before
             cursor[source] = stop
+        early = [at for source, at, stop in record["positions"] if stop > cursor[source]]
+        if early:
+            raise Wrong(f"step {record['step']} draws position {early[0]:,}, which has not arrived yet")
+    once = "into the reservoir once" if _reservoir(run) else "once"
     for source, stop in cursor.items():
         whole, rest = divmod(stop, n_rows[source])
-        yield f"{source}: every position from 0 to {stop:,} once ({whole} whole epochs and {rest:,} samples)"
+        epochs = "of a stream" if n_rows[source] == ENDLESS else f"{whole} whole epochs and {rest:,} samples"
+        yield f"{source}: every position from 0 to {stop:,} {once} ({epochs})"
     if dropped:
         yield f"{dropped:,} samples at the ends of epochs dropped, as --epoch_end drop says"
+
+
+def _reservoir(run: Run) -> bool:
+    return run.config.batch.participation == "reservoir"
 
 
 def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
@@ -84,7 +90,7 @@ def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
     again, carry = Again(run, task, n_rows), Fraction(0)
     drawn = run.config.batch.participation == "bernoulli"
     for record in run.train:
-        target, n = again.target(record) or exact(record["target_batch_size"]), record["batch_size"]
+        target, n = again.target(record) or exact(record["target_batch_size"]), _taken(record)
         if float(target) != record["target_batch_size"]:
             raise Wrong(
                 f"step {record['step']}: {again.text} asks for {float(target):g} samples, the record says "
@@ -108,16 +114,22 @@ def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
     yield again.said
 
 
+def _taken(record: dict[str, Any]) -> int:
+    """Samples by which the cursors moved; of a reservoir's empty slots fewer are drawn."""
+    return sum(stop - start for _, start, stop in taken(record))
+
+
 def _may_cut(run: Run, record: dict[str, Any], n_rows: dict[str, int]) -> bool:
     """Whether this step may be shorter than asked: at the run's end, or at an epoch's with --epoch_end
     keep.
     """
     policy = run.config.batch.epoch_end if len(n_rows) == 1 else "wrap"
     run_end = record["samples"] == run.lengths(n_rows).samples
+    run_end = run_end or (ENDLESS in n_rows.values() and record is run.train[-1])  # where the stream ends
     run_end = run_end or any(
         start["step"] == record["step"] for start in run.starts
     )  # of a shorter run, then
-    epoch_end = any(stop % n_rows[source] == 0 for source, _, stop in record["positions"])
+    epoch_end = any(stop % n_rows[source] == 0 for source, _, stop in taken(record))
     return (run_end and policy != "drop") or (epoch_end and policy == "keep")
 
 
@@ -187,7 +199,7 @@ class Again:
         state, before = self.state, self.state.seconds
         for name in ("step", "updates", "samples", "tokens", "seconds"):
             setattr(state, name, record[name])
-        state.cursor |= {source: stop for source, _, stop in record["positions"]}
+        state.cursor |= {source: stop for source, _, stop in taken(record)}
         plan = self.run.plan(record)
         self.signals.after_step(state, plan, self.lengths, record, None, before, self.run.config)
         measured = {n: v for n, v in record.items() if n in self.signals.MEASURED and v is not None}
@@ -203,23 +215,42 @@ def rows(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
     orders = {source: Order(run.config.run.seed, source, n) for source, n in n_rows.items()}
     epochs: dict[tuple[str, int], list[np.ndarray]] = {}
     for record in run.train:
-        own = _audited(run, record)
+        own, expected = _audited(run, record), dict.fromkeys(n_rows, np.array([], int))
         for source, start, stop in record["positions"]:
             at = np.arange(start, stop)
-            expected = orders[source].indices(at)
-            if sorted(expected.tolist()) != sorted(own.get(source, [])):
+            indices = orders[source].indices(at)
+            expected[source] = np.concatenate([expected[source], indices])
+            for epoch in np.unique(at // n_rows[source]):
+                epochs.setdefault((source, int(epoch)), []).append(indices[at // n_rows[source] == epoch])
+        for source, indices in expected.items():
+            if sorted(indices.tolist()) != sorted(own.get(source, [])):
                 raise Wrong(
                     f"step {record['step']}: the audit's {len(own.get(source, []))} rows of {source} are not "
-                    f"those of its {stop - start} positions"
+                    f"those of its {len(indices)} positions"
                 )
-            for epoch in np.unique(at // n_rows[source]):
-                part = expected[at // n_rows[source] == epoch]
-                epochs.setdefault((source, int(epoch)), []).append(part)
+    told = f"audit of {len(run.audits)} process(es): the very rows of these positions"
+    if _reservoir(run):
+        yield f"{told}, again and again or never, as a reservoir draws"
+        return
     for (source, epoch), parts in epochs.items():
         indices = np.concatenate(parts)
         if len(np.unique(indices)) != len(indices) or indices.max() >= n_rows[source]:
             raise Wrong(f"the audit has rows of {source} more than once in epoch {epoch}")
-    yield f"audit of {len(run.audits)} process(es): the very rows of these positions, none twice in an epoch"
+    yield f"{told}, none twice in an epoch"
+
+
+def places(run: Run) -> Iterator[str]:
+    """audit/ of a stream: each step as many rows as positions, none of the stream's places twice."""
+    seen: set[int] = set()
+    for record in run.train:
+        own = [place for part in _audited(run, record).values() for place in part]
+        if len(own) != record["batch_size"]:
+            raise Wrong(f"step {record['step']}: the audit has {len(own)} rows of {record['batch_size']}")
+        twice = seen.intersection(own)
+        if twice or len(set(own)) < len(own):
+            raise Wrong(f"step {record['step']}: row {min(twice or own):,} of the stream was there before")
+        seen.update(own)
+    yield f"audit of {len(run.audits)} process(es): {len(seen):,} rows of the stream, none twice"
 
 
 def _audited(run: Run, record: dict[str, Any]) -> dict[str, list[int]]:
