@@ -158,6 +158,13 @@ def test_the_layout_that_fits_is_there(maker, gpus, names):
     assert (f"--num_processes {gpus}" in told) == (gpus > 1)
 
 
+def test_a_wrong_flag_is_one_line():
+    """Mutation: argparse's own answer, which lists every flag before it says which one is wrong."""
+    done = run_python("-m", "adaptive.tools.doctor", "--handshke")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["error: unrecognized arguments: --handshke; see --help"]
+
+
 @pytest.mark.slow
 def test_on_this_machine_with_a_real_handshake():
     """R97. Two gloo processes add up 1 + 1; masks that hide every device are a problem, exit status 1."""

@@ -36,7 +36,8 @@ def settings_of(asked: Asked, base: Config, size: float, seed: int, begin: int, 
     """A run of one size up to `total` samples; `begin` where it starts."""
     config = copy.deepcopy(base)
     run, batch, optim = config.run, config.batch, config.optim
-    run.seed, run.max_samples, run.max_steps, run.num_train_epochs = int(seed), total, -1, 1e6
+    run.seed, run.max_samples, run.max_steps = int(seed), total, -1
+    run.num_train_epochs = 1.0 if config.data.streaming else 1e6
     batch.batch_size, batch.per_device_train_batch_size, batch.max_batch_size = float(size), None, None
     batch.fraction, batch.schedule = "participate", f"candidate(size={float(size)!r})"
     optim.warmup_ratio, optim.warmup_samples = 0.0, None

@@ -27,17 +27,25 @@ from adaptive.tools import fit
 from adaptive.tools.branches import branch
 from adaptive.tools.candidates import CLEARLY, Asked, metric_of, settings_of, table_of, with_bounds
 from adaptive.tools.finder_report import tell
+from adaptive.tools.flags import Flags
 from adaptive.tools.runs import Run
 from adaptive.tools.search import Candidate, Search
+
+# a flag of train.py that the search decides -> the one that says it
+DECIDED = {
+    "schedule": "--sizes or --factors", "batch_size": "--sizes or --factors",
+    "per_device_train_batch_size": "--sizes or --factors", "seed": "--seeds", "max_samples": "--samples",
+    "max_steps": "--samples", "num_train_epochs": "--samples", "eval_every": "--evaluations",
+    "warmup_ratio": "--warmup", "warmup_samples": "--warmup", "run_name": "--run_group",
+    "resume_from_checkpoint": "--start, or the same command to go on",
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     flags, given = _parser().parse_known_args(arguments)
-    _check(flags)
+    _check(flags, given)
     folder = Path(flags.output_dir)
-    if any(flag.split("=")[0] == "--schedule" for flag in given):
-        raise BadSetting("--schedule: every candidate has one size; write --sizes or --factors instead")
-    config = parse([*given, "--output_dir", str(folder)])
+    config = parse([*given, "--max_samples", str(flags.samples), "--output_dir", str(folder)])
     settings = {"method": flags.method, "samples": flags.samples, "start": flags.start, "flags": given}
     settings |= {name: getattr(flags, name) for name in ("sizes", "factors", "evaluations", "warmup")}
     search = Search(folder, settings)
@@ -51,8 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Flags:
+    parser = Flags(
         prog="python -m adaptive.tools.critical_batch", allow_abbrev=False,
         description="Find the critical batch size. Flags not listed here are train.py's.",
     )  # fmt: skip
@@ -75,24 +83,36 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(text: str) -> list[float]:
-    values = [float(part) for part in text.split(",")]
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = [math.nan]
     if not all(0 < value < math.inf for value in values):
-        raise argparse.ArgumentTypeError(f"{text!r}: write numbers above 0, such as 8,16,32")
+        raise argparse.ArgumentTypeError(f"{text!r}; write numbers above 0, such as 8,16,32")
     return sorted({int(value) if value == int(value) else value for value in values})
 
 
 def _seeds(text: str) -> list[int]:
-    return sorted({int(part) for part in text.split(",")})
+    try:
+        return sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}; write integers, such as 1,2,3") from None
 
 
-def _check(flags: argparse.Namespace) -> None:
+def _check(flags: argparse.Namespace, given: list[str]) -> None:
     """BadSetting for what would make another search than the one that was meant."""
+    for flag in given:
+        name = flag.split("=")[0].removeprefix("--").replace("-", "_")
+        if flag.startswith("--") and name in DECIDED:
+            raise BadSetting(f"--{name}: every candidate has its own; write {DECIDED[name]} instead")
     for name in ("samples", "evaluations"):
         if getattr(flags, name) < 1:
             raise BadSetting(f"--{name} is {getattr(flags, name)}; write a number above 0")
     for name in ("tolerance", "eps"):
         if not 0 < getattr(flags, name) < math.inf:
             raise BadSetting(f"--{name} is {getattr(flags, name)}; write a number above 0, such as 0.01")
+    if flags.target is not None and not math.isfinite(flags.target):
+        raise BadSetting(f"--target is {flags.target}; write a loss, such as 1.5")
     if not 0 <= flags.warmup <= 1:
         raise BadSetting(f"--warmup is {flags.warmup}; write a share of the run between 0 and 1")
 

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from adaptive import device_masks
+from adaptive.tools.flags import Flags, leave
 
 HANDSHAKE_SECONDS = 60
 
@@ -297,9 +298,7 @@ CHECKS = (vendor, driver, masks, backends, compiler, deepspeed, precision, memor
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m adaptive.tools.doctor", description="What this machine offers."
-    )
+    parser = Flags(prog="python -m adaptive.tools.doctor", description="What this machine offers.")
     parser.add_argument("--handshake", action="store_true", help="also start two processes that talk")
     parser.add_argument("--shake", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
@@ -318,4 +317,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main)

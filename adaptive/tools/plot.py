@@ -8,15 +8,14 @@ To add one: a function (axis, run, x) and its line in ROWS.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from adaptive.config import BadSetting, exit_with
+from adaptive.config import BadSetting
 from adaptive.tools.figure import BLACK, COLORS, GREY, finish, log_scale, panels, series
+from adaptive.tools.flags import Flags, leave
 from adaptive.tools.runs import Run
 
 MOST_POINTS = 4000  # of a line; more are not seen in print and make an SVG heavy
@@ -25,7 +24,7 @@ AXES = {"samples": "samples", "step": "steps", "seconds": "seconds"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m adaptive.tools.plot", description="Runs as a picture.")
+    parser = Flags(prog="python -m adaptive.tools.plot", description="Runs as a picture.")
     parser.add_argument("runs", nargs="+", type=Path, help="output folders; others are compared to the first")
     parser.add_argument("--out", type=Path, default=Path("run.png"), help="NAME.png, .svg or .pdf")
     parser.add_argument("--labels", nargs="+", help="names of the runs; by default their folders'")
@@ -178,7 +177,4 @@ def saved(axis: Any, runs: list[Run], labels: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except BadSetting as error:
-        exit_with(error)
+    leave(main)

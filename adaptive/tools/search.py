@@ -40,12 +40,15 @@ class Search:
     """The folder of a search: candidates, and what they came to."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]):
-        """BadSetting where the folder holds a search with other settings; more seeds may be added."""
+        """BadSetting where the folder holds a search with other settings; more seeds may be added, and
+        anything may be corrected before the first candidate has begun.
+        """
         self.folder, self.main = folder, os.environ.get("RANK", "0") == "0"
         path = folder / "search.json"
         if not self.main:
             return
-        if path.is_file():
+        begun = any(path.is_dir() for path in folder.glob("*"))
+        if path.is_file() and begun:
             before = json.loads(path.read_text())
             for name, value in json.loads(json.dumps(settings)).items():
                 if before.get(name) != value:
@@ -53,7 +56,7 @@ class Search:
                         f"--output_dir {folder} holds a search with {name} {before.get(name)!r}, not "
                         f"{value!r}; write another --output_dir, or the same settings to go on"
                     )
-        elif folder.is_dir() and any(folder.iterdir()):
+        elif begun or any(other != path for other in folder.glob("*")):
             raise BadSetting(f"--output_dir {folder} is not empty; write a new folder")
         else:
             folder.mkdir(parents=True, exist_ok=True)
