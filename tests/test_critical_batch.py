@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from launching import ROOT, environment
+from launching import ROOT, environment, run_python
 from quadratic import NOISE
 from test_report import wandb_records
 
@@ -196,6 +198,11 @@ def test_what_cannot_be_searched_is_a_bad_setting(tmp_path):
         (["--method", "branch"], "needs --start"),
         (["--method", "branch", "--start", str(tmp_path)], "no whole checkpoint"),
         (["--learning_rte", "1"], "did you mean --learning_rate"),
+        (["--sizes", "8,many"], "write numbers above 0"),
+        (["--method", "swep"], "choose from"),
+        (["--seed", "7"], "write --seeds instead"),
+        (["--batch-size=4"], "write --sizes or"),
+        (["--target", "nan"], "write a loss"),
     ):
         with pytest.raises(BadSetting, match=words):
             critical_batch([*flags, "--output_dir", str(tmp_path / words.replace(" ", "_"))])
@@ -221,8 +228,65 @@ def test_a_search_that_was_not_meant_is_a_bad_setting(tmp_path, flags, said):
 def test_seeds_are_integers():
     """Mutation: numbers above 0: a seed of 0 refused, 1.5 taken for 1."""
     assert _seeds("3,0,3") == [0, 3]
-    with pytest.raises(ValueError):
-        _seeds("1.5")
+    with pytest.raises(BadSetting, match="'1.5'; write integers"):
+        critical_batch(["--seeds", "1.5"])
+
+
+def test_a_mistake_leaves_the_folder_free(tmp_path):
+    """Mutation: search.json kept: the corrected command is refused, "holds a search with start 'nowhere'"."""
+    for start in ("nowhere", "nowhere_else"):
+        with pytest.raises(BadSetting, match=f"--start {start} has no whole checkpoint"):
+            critical_batch(["--method", "branch", "--start", start, "--output_dir", str(tmp_path / "s")])
+
+
+def test_a_stream_is_searched(tmp_path, capsys):
+    """Its candidates end at --samples. Mutation: --samples not told to `parse`: "a stream's length is
+    unknown".
+    """
+    text = tmp_path / "lines.txt"
+    text.write_text("".join(f"line {n} of a stream\n" for n in range(400)))
+    flags = [
+        "--streaming",
+        "--dataset_name",
+        str(text),
+        "--eval_dataset",
+        str(text),
+        "--sequence_length",
+        "16",
+    ]
+    flags += ["--sizes", "8,16", "--samples", "48", "--evaluations", "2", "--report_to", "none"]
+    critical_batch([*flags, "--output_dir", str(tmp_path / "s")])
+    report = json.loads((tmp_path / "s" / "critical_batch.json").read_text())
+    assert [row["samples"] for row in report["candidates"]] == [48, 48]
+    assert inspect_run([str(tmp_path / "s" / "size_16_seed_42"), "--verify"]) == 0
+
+
+@pytest.mark.slow
+def test_who_gave_up_is_shown_and_every_tracker_has_the_result(tmp_path):
+    """With the loss it gave up at, in the table and, hollow, in the picture; both in TensorBoard and trackio.
+
+    Mutations: infinity for its metric, as the comparison has it; the finder's own run in W&B only.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder, store = tmp_path / "search", {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    flags = [*TASK, *PLAIN, "--report_to", "tensorboard", "trackio", "--learning_rate", "0.02"]
+    flags += ["--lr_scaling", "none", "--sizes", "8,128", "--samples", "2048", "--evaluations", "8"]
+    command = ["-m", "adaptive.tools.critical_batch", *flags, "--output_dir", folder]
+    done = run_python(*command, **store)
+    assert done.returncode == 0 and "warning" not in done.stderr.lower(), done.stderr
+    assert re.search(r"128 +42 +\d+ +- +- +- +lost at 0\.\d+\n", done.stdout), done.stdout[-2000:]
+    kept = EventAccumulator(str(folder / "tensorboard"))
+    kept.Reload()
+    assert kept.Tags()["images"] == ["critical_batch"]
+    assert {"candidates/text_summary", "critical_batch_size/text_summary"} <= set(kept.Tags()["tensors"])
+    (base,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(base) as opened:
+        rows = opened.execute("select metrics from metrics where run_name = 'search sweep'").fetchall()
+    ((told,),) = rows
+    told = json.loads(told)
+    assert [row["size"] for row in told["candidates"]["_value"]] == [8, 128]
+    assert told["critical_batch"]["_type"] == "trackio.image"
 
 
 def test_a_search_that_is_killed_twice_goes_on(tmp_path):

@@ -1,10 +1,12 @@
-"""What the finder found -> a table, critical_batch.json, a picture, and both in W&B where it is on.
+"""What the finder found -> a table, critical_batch.json, a picture, and both in the trackers that are on.
 
-To add one: a line of `table` or a panel of `picture`.
+To add one: a line of `table`, a panel of `picture`, a tracker in LOGS.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shlex
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,16 @@ NOISE_WARNING = (
 )
 
 
+# columns of the table by method, names of a candidate's result
+COLUMNS = {
+    "sweep": ("size", "seed", "steps", "metric", "steps_to", "samples_to", "ended"),
+    "branch": ("begin", "factor", "size", "learning_rate", "steps", "metric", "ended"),
+    "noise": ("size", "steps", "samples", "ended"),
+}
+
+
 def tell(report: dict[str, Any], search: Search, config: Config) -> None:
-    """Everything, on rank 0."""
+    """Everything, on rank 0; a tracker that fails is a warning."""
     written(search.folder / "critical_batch.json", report)
     for line in table(report):
         search.say(line)
@@ -38,20 +48,35 @@ def tell(report: dict[str, Any], search: Search, config: Config) -> None:
         warn("no picture: pip install matplotlib")
         path = None
     search.say(f"results  {search.folder / 'critical_batch.json'}" + (f", {path}" if path else ""))
-    if "wandb" in config.output.report_to:
-        log(report, path, search.folder, config)
+    for name in config.output.report_to:
+        try:
+            LOGS.get(name, lambda *_: None)(report, path, search.folder, config)
+        except Exception as error:
+            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            warn(f"{name} failed ({told}); the results are in {search.folder}")
+
+
+def cells(report: dict[str, Any]) -> list[list]:
+    """Rows of the table: a candidate that gave up or diverged has no metric, and its last loss at its end."""
+    rows = []
+    for row in report["candidates"]:
+        last = f" at {row['curve'][-1][1]:.5g}" if row["ended"] != "done" and row["curve"] else ""
+        values = row | {"metric": row.get("metric") if row["ended"] == "done" else None}
+        rows.append([values.get(name) for name in COLUMNS[report["method"]][:-1]] + [row["ended"] + last])
+    return rows
 
 
 def table(report: dict[str, Any]) -> list[str]:
     """The terminal's table: candidates, then what follows from them, then the known ranges."""
-    columns = ("size", "seed", "steps", "metric", "steps to", "samples to", "ended")
-    told = ["", "".join(name.rjust(12) for name in columns)]
-    for row in report["candidates"]:
-        cells = [row.get("size"), row.get("seed"), row["steps"], row.get("metric"), row.get("steps_to")]
-        cells += [row.get("samples_to"), row["ended"]]
-        told.append("".join(_cell(cell).rjust(12) for cell in cells))
+    names = [name.replace("_", " ") for name in COLUMNS[report["method"]]]
+    texts = [names, *([_cell(value) for value in row] for row in cells(report))]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in texts]
+    told = ["", lines[0]]
+    for row, line in zip(report["candidates"], lines[1:], strict=True):
+        told.append(line)
         if row["anomalies"]:
-            told.append(f"{'':>12}{row['anomalies']} steps with a gradient norm above 1e5 or not finite")
+            told.append(f"{'':>6}{row['anomalies']} steps with a gradient norm above 1e5 or not finite")
     told += ["", *RESULTS[report["method"]](report)]
     if report["schedule"]:
         told.append(f"use it   --schedule 'steps(\"{report['schedule']}\")'")
@@ -78,8 +103,8 @@ def _swept(report: dict[str, Any]) -> list[str]:
         low, high = report["interval"]
         spread = f", 95 % interval {low:.4g} to {high:.4g}" if low == low else ", one seed: no interval"
         told.append(
-            f"critical size {report['critical_batch_size']:.4g}{spread}, from the trade of steps against "
-            f"samples to {report['metric']} {report['target']:.4g}"
+            f"critical size {report['critical_batch_size']:.4g}{spread}: twice the fewest steps and "
+            f"twice the fewest samples to eval_loss {report['target']:.4g}"
         )
     else:
         told.append("no fit: fewer than three sizes reached the target, or their steps show no trade")
@@ -106,40 +131,70 @@ RESULTS = {"sweep": _swept, "branch": _branched, "noise": _noise}
 
 def picture(report: dict[str, Any], path: Path) -> None:
     """Metric against size, and what the critical size follows from."""
-    from adaptive.tools.figure import BLACK, GREY, finish, log_scale, panels, series
+    from adaptive.tools.figure import finish, panels
 
     figure, (left, right) = panels(1, 2)
     if report["method"] == "noise":
         _noise_panels(report, left, right)
-        finish(figure, path)
-        return
+    else:
+        _metric_panel(report, left)
+        {"sweep": _trade_panel, "branch": _growth_panel}[report["method"]](report, right)
+        figure.legend(loc="outside upper center", ncols=4, frameon=False)
+    finish(figure, path)
+
+
+def _metric_panel(report: dict[str, Any], axis: Any) -> None:
+    """The metric against size, a line a seed or a checkpoint; hollow where a candidate gave up."""
+    from adaptive.tools.figure import BLACK, GREY, log_scale, series
+
+    sizes = sorted({row["size"] for row in report["candidates"]})
     for at, (name, rows) in enumerate(_curves(report).items()):
-        known = sorted((r["size"], r["metric"]) for r in rows if r["metric"] not in (None, float("inf")))
-        left.plot(*zip(*known, strict=True), **series(at), label=name) if known else None
-    left.set(xlabel="batch size (samples)", ylabel=report["metric"])
-    log_scale(left.xaxis, sorted({row["size"] for row in report["candidates"]}))
+        known = sorted((r["size"], r["metric"]) for r in rows if r["ended"] == "done")
+        axis.plot(*zip(*known, strict=True), **series(at), label=name) if known else None
+        lost = [(r["size"], r["curve"][-1][1]) for r in rows if r["ended"] == "lost"]
+        if lost and report["metric"] == "eval_loss":
+            hollow = {"linestyle": "", "markerfacecolor": "white"}
+            axis.plot(*zip(*lost, strict=True), **series(at) | hollow, label=f"{name}: gave up")
+    axis.set(xlabel="batch size (samples)", ylabel=report["metric"])
+    log_scale(axis.xaxis, sizes)
+    axis.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
     if report["critical_batch_size"]:
         told = f"critical: {report['critical_batch_size']:.3g}"
-        left.axvline(report["critical_batch_size"], color=BLACK, linestyle="--", linewidth=1, label=told)
-    if report["method"] == "branch":
-        known = [(p["samples"], p["critical"]) for p in report["points"] if p["critical"]]
-        right.plot(*zip(*known, strict=True), **series(0)) if known else None
-        right.set(xlabel="samples before the branch", ylabel="critical batch size (samples)")
-        log_scale(right.yaxis, sorted({row["size"] for row in report["candidates"]}))
-    else:
-        reached = [r for r in report["candidates"] if r["steps_to"]]
-        for at, seed in enumerate(sorted({r["seed"] for r in reached})):
-            own = sorted((r["samples_to"], r["steps_to"]) for r in reached if r["seed"] == seed)
-            right.plot(*zip(*own, strict=True), **series(at) | {"linestyle": ""}, label=f"seed {seed}")
-        for s_min, e_min in report["fits"] if reached else []:
-            most = max(r["samples_to"] for r in reached)
-            samples = [e_min * 1.02 + (most * 1.1 - e_min * 1.02) * t / 200 for t in range(201)]
-            right.plot(samples, [s_min / (1 - e_min / e) for e in samples], color=GREY, linewidth=1)
-        right.set(xlabel=f"samples to {report['metric']} {report['target']:.3g}", ylabel="steps")
-        log_scale(right.xaxis)
-        log_scale(right.yaxis)
-    left.legend(frameon=False)
-    finish(figure, path)
+        axis.axvline(report["critical_batch_size"], color=BLACK, linestyle="--", linewidth=1, label=told)
+    low, high = report["interval"] or (None, None)
+    if low is not None and low == low:
+        axis.axvspan(low, high, color=GREY, alpha=0.25, linewidth=0, label="95 % interval")
+    if report.get("fits"):
+        told = f"turning point: {report['turning_point']:g}"
+        axis.axvline(report["turning_point"], color=BLACK, linestyle=":", linewidth=1, label=told)
+
+
+def _trade_panel(report: dict[str, Any], axis: Any) -> None:
+    """Steps against samples to the target, and the fit of each seed."""
+    from adaptive.tools.figure import GREY, log_scale, series
+
+    reached = [r for r in report["candidates"] if r["steps_to"]]
+    for at, seed in enumerate(sorted({r["seed"] for r in report["candidates"]})):
+        own = sorted((r["samples_to"], r["steps_to"]) for r in reached if r["seed"] == seed)
+        axis.plot(*zip(*own, strict=True), **series(at) | {"linestyle": ""}) if own else None
+    for at, (s_min, e_min) in enumerate(report["fits"]):
+        most = max(r["samples_to"] for r in reached)
+        samples = [e_min * 1.02 + (most * 1.1 - e_min * 1.02) * t / 200 for t in range(201)]
+        steps = [s_min / (1 - e_min / e) for e in samples]
+        axis.plot(samples, steps, color=GREY, linewidth=1, label=None if at else "fit")
+    axis.set(xlabel=f"samples to eval_loss {report['target']:.3g}", ylabel="steps to it")
+    log_scale(axis.xaxis)
+    log_scale(axis.yaxis)
+
+
+def _growth_panel(report: dict[str, Any], axis: Any) -> None:
+    """The critical size of each checkpoint."""
+    from adaptive.tools.figure import BLACK, log_scale
+
+    known = [(p["samples"], p["critical"]) for p in report["points"] if p["critical"]]
+    axis.plot(*zip(*known, strict=True), color=BLACK, marker="o", markersize=4) if known else None
+    axis.set(xlabel="samples before the branch", ylabel="critical batch size (samples)")
+    log_scale(axis.yaxis, sorted({row["size"] for row in report["candidates"]}))
 
 
 def _curves(report: dict[str, Any]) -> dict[str, list[dict]]:
@@ -160,34 +215,63 @@ def _noise_panels(report: dict[str, Any], left: Any, right: Any) -> None:
     log_scale(left.yaxis)
     points = [(p["samples"], p["critical"]) for p in report["points"]]
     right.step(*zip(*points, strict=True), where="post", color=series(1)["color"])
-    right.set(xlabel="samples", ylabel="batch size that follows it (samples)")
+    right.set(xlabel="samples", ylabel="batch size (samples)")
 
 
-def log(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
-    """A run of the same group with the table and the picture; a failure is a warning."""
-    try:
-        import wandb
+def log_wandb(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
+    """A run of the candidates' group with the table and the picture."""
+    import wandb
 
-        from adaptive.trackers import wandb_mode
+    from adaptive.trackers import wandb_mode
 
-        output = config.output
-        run = wandb.init(
-            project=output.project_name, name=f"{folder.name} {report['method']}", dir=str(folder),
-            group=output.run_group or folder.name, job_type="critical_batch", mode=wandb_mode(wandb),
-            tags=list(output.run_tags) or None, settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
-        names = ("size", "seed", "steps", "samples", "seconds", "metric", "steps_to", "samples_to", "ended")
-        rows = [[row.get(name) for name in names] for row in report["candidates"]]
-        logged: dict[str, Any] = {"candidates": wandb.Table(columns=list(names), data=rows)}
+    output = config.output
+    run = wandb.init(
+        project=output.project_name, name=f"{folder.name} {report['method']}", dir=str(folder),
+        group=output.run_group or folder.name, job_type="critical_batch", mode=wandb_mode(wandb),
+        tags=list(output.run_tags) or None, notes=output.run_notes, config=config.flat(),
+        settings=wandb.Settings(silent=True, console="off"),
+    )  # fmt: skip
+    table = wandb.Table(columns=list(COLUMNS[report["method"]]), data=cells(report))
+    run.log({"candidates": table} | ({} if path is None else {"critical_batch": wandb.Image(str(path))}))
+    run.summary.update(_found(report))
+    told = f"wandb sync {shlex.quote(str(Path(run.dir).parent))}" if run.offline else f"wandb    {run.url}"
+    run.finish()
+    print(told, flush=True)
+
+
+def log_tensorboard(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
+    """The same beside the candidates' folders."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        writer.add_text("candidates", "\n".join(f"    {line}" for line in table(report)))
+        for name, value in _found(report).items():
+            writer.add_text(name, str(value))
         if path is not None:
-            logged["critical_batch"] = wandb.Image(str(path))
-        run.log(logged)
-        run.summary.update(
-            {"critical_batch_size": report["critical_batch_size"], "schedule": report["schedule"]}
+            from matplotlib.image import imread
+
+            writer.add_image("critical_batch", imread(path)[..., :3], dataformats="HWC")
+
+
+def log_trackio(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
+    """A run of the candidates' group, as in W&B."""
+    import trackio
+
+    output = config.output
+    with contextlib.redirect_stdout(io.StringIO()):
+        run = trackio.init(
+            project=output.project_name, name=f"{folder.name} {report['method']}", embed=False,
+            group=output.run_group or folder.name, config=config.flat() | _found(report),
+        )  # fmt: skip
+        table = trackio.Table(columns=list(COLUMNS[report["method"]]), data=cells(report))
+        run.log(
+            {"candidates": table} | ({} if path is None else {"critical_batch": trackio.Image(str(path))})
         )
-        where = "" if not run.offline else f"wandb sync {shlex.quote(str(Path(run.dir).parent))}"
         run.finish()
-        print(where or f"wandb    {run.url}", flush=True)
-    except Exception as error:
-        told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        warn(f"wandb failed ({told}); the results are in {folder}")
+
+
+def _found(report: dict[str, Any]) -> dict[str, Any]:
+    return {name: report[name] for name in ("critical_batch_size", "schedule")}
+
+
+LOGS = {"wandb": log_wandb, "tensorboard": log_tensorboard, "trackio": log_trackio}
