@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_inspect import TASK, start
+from test_inspect import TASK, TEXT, start
 
 from adaptive.config import BadSetting
 from adaptive.tools.figure import COLORS, series
 from adaptive.tools.plot import main as plot
-from adaptive.tools.plot import smoothed
+from adaptive.tools.plot import one, smoothed
 from adaptive.tools.runs import Run
 
 FLAGS = ["--task", TASK, "--num_train_epochs", "2", "--eval_every", "5 steps"]
@@ -69,6 +69,9 @@ def test_several_runs(runs, tmp_path):
     assert "fixed" in text and "grown" in text and "seconds" in text and text.count("loss") >= 3
     first, second = (len(Run(run).train) for run in runs)
     assert f"{second}, {1 - second / first:.0%} saved" in text
+    assert f"loss {smoothed(Run(runs[1]))[1][-1]:.3g}" in text, "what the saved steps cost"
+    plot([str(runs[1]), str(runs[0]), "--out", str(path)])
+    assert f"{first}, {first / second - 1:.0%} more" in path.read_text()
 
 
 def test_lines_differ_without_colour():
@@ -90,3 +93,27 @@ def test_what_cannot_be_drawn_is_a_bad_setting(runs, tmp_path):
         plot([str(runs[0]), "--out", str(tmp_path / "run.doc")])
     with pytest.raises(BadSetting, match="one each"):
         plot([*map(str, runs), "--labels", "one"])
+    with pytest.raises(BadSetting, match=r"write .*run.png"):
+        plot([str(runs[0]), "--out", str(tmp_path / "run")])
+    with pytest.raises(BadSetting, match="required: runs"):
+        plot([])
+
+
+def test_a_run_with_empty_steps_shows_the_loss_of_the_others(tmp_path):
+    """Mutation: the loss of every step with a gap at each empty one: points without a line between them."""
+    flags = ["--task", TASK, "--per_device_train_batch_size", "0.3", "--schedule", "constant()"]
+    folder = start(tmp_path / "run", *flags, "--max_steps", "60")
+    figure = one(Run(folder))
+    (raw,) = [line for line in figure.axes[2].lines if line.get_label() == "train, each step"]
+    assert len(raw.get_xdata()) == 18 and np.isfinite(raw.get_ydata()).all()
+
+
+def test_a_stream_has_no_panel_for_what_nobody_knows(tmp_path):
+    """Mutation: an empty panel of its coverage, from -0.04 to 0.04 %."""
+    text = tmp_path / "lines.txt"
+    text.write_text("".join(f"line {n} of a stream\n" for n in range(120)))
+    flags = [*TEXT, "--streaming", "--dataset_name", str(text), "--eval_dataset", str(text)]
+    folder = start(tmp_path / "run", *flags, "--lr_scheduler_type", "constant", "--max_steps", "4")
+    plot([str(folder), "--out", str(tmp_path / "run.svg")])
+    told = (tmp_path / "run.svg").read_text()
+    assert "learning rate" in told and "data used" not in told

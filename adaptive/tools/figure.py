@@ -45,12 +45,16 @@ def panels(rows: int, columns: int, height: float = PANEL[1], **options: Any) ->
     return plt.subplots(rows, columns, figsize=figsize, layout="constrained", **options)
 
 
-def log_scale(axis: Any, values: list[float] | None = None) -> None:
-    """A matplotlib Axis in logarithmic scale with plain numbers: at `values`, else at 1, 2, 5, 10, ..."""
+def log_scale(axis: Any, values: list[float] | None = None, base: int = 10) -> None:
+    """A matplotlib Axis in logarithmic scale with plain numbers: at `values`, else at 1, 2, 5, 10, ..., or at
+    powers of 2.
+    """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
-    axis.set_major_locator(FixedLocator(values) if values else LogLocator(subs=(1, 2, 5)))
+    axis.set_major_locator(
+        FixedLocator(values) if values else LogLocator(base, (1, 2, 5) if base == 10 else (1,))
+    )
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, at: f"{value:,.10g}"))
 

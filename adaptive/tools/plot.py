@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("run.png"), help="NAME.png, .svg or .pdf")
     parser.add_argument("--labels", nargs="+", help="names of the runs; by default their folders'")
     asked = parser.parse_args(arguments)
+    if not asked.out.suffix:  # matplotlib would add .png, and we name another file than was written
+        raise BadSetting(f"--out {asked.out} has no ending; write {asked.out}.png or {asked.out}.svg")
     labels = asked.labels or [path.name for path in asked.runs]
     if len(labels) != len(asked.runs):
         raise BadSetting(f"--labels has {len(labels)} names for {len(asked.runs)} runs; write one each")
@@ -72,13 +74,17 @@ def smoothed(run: Run) -> tuple[np.ndarray, np.ndarray]:
 
 def one(run: Run) -> Any:
     """A row a quantity; over samples on the left, over steps on the right."""
-    rows = [row for row in ROWS if row is not noise or np.isfinite(column(run, "noise_scale")).any()]
+    needs = {noise: "noise_scale", coverage: "train_coverage"}  # of a stream no coverage is known
+    rows = [row for row in ROWS if np.isfinite(column(run, needs.get(row, "samples"))).any()]
     figure, axes = panels(len(rows), 2, height=1.7, sharex="col", sharey="row")
     for row, pair in zip(rows, axes, strict=True):
         for x, axis in zip(("samples", "step"), pair, strict=True):
             row(axis, run, x)
             axis.margins(x=0.01)
-            axis.legend(frameon=False, loc="best") if axis.get_legend_handles_labels()[0] else None
+        if pair[0].get_legend_handles_labels()[0]:  # above the panel, where no line is
+            pair[0].legend(
+                frameon=False, loc="lower right", bbox_to_anchor=(1, 0.97), borderaxespad=0, ncols=3
+            )
         pair[1].set_ylabel("")
     for x, axis in zip(("samples", "step"), axes[-1], strict=True):
         axis.set_xlabel(AXES[x])
@@ -95,9 +101,9 @@ def sizes(axis: Any, run: Run, x: str) -> None:
 
 
 def loss(axis: Any, run: Run, x: str) -> None:
-    at, raw = thin(column(run, x), column(run, "loss"))
-    axis.plot(at, raw, color=COLORS[5], linewidth=0.5, alpha=0.5)
     places, means = smoothed(run)
+    at, raw = thin(column(run, x)[places], column(run, "loss")[places])  # without steps that have none
+    axis.plot(at, raw, color=COLORS[5], linewidth=0.5, alpha=0.5, label="train, each step")
     axis.plot(*thin(column(run, x)[places], means), color=COLORS[0], linewidth=1.3, label="train, averaged")
     evals = [(e[x], e["eval_loss"]) for e in run.evals if e.get("eval_loss") is not None]
     if evals:
@@ -134,8 +140,7 @@ def coverage(axis: Any, run: Run, x: str) -> None:
     at, share = thin(column(run, x), column(run, "train_coverage"))
     axis.plot(at, 100 * share, color=BLACK, linewidth=1)
     axis.set_ylabel("epoch's data used (%)")
-    if np.isfinite(share).any():  # of a stream none is known
-        axis.set_ylim(0, 105 * np.nanmax(share))
+    axis.set_ylim(0, 105 * np.nanmax(share))
 
 
 ROWS = (sizes, loss, rate, noise, coverage)
@@ -149,14 +154,14 @@ def several(runs: list[Run], labels: list[str]) -> Any:
         places, means = smoothed(run)
         for x, axis in zip(AXES, axes[0], strict=True):
             axis.plot(*thin(column(run, x)[places], means), **style, label=label)
-            axis.set(xlabel=AXES[x], ylabel="loss")
+            axis.set(xlabel=AXES[x], ylabel="training loss, averaged")
         for name, axis in zip(("target_batch_size", "learning_rate"), axes[1], strict=False):
             axis.plot(*thin(column(run, "samples"), column(run, name)), **style)
     limits = [_range(smoothed(run)[1]) for run in runs]
     for axis in axes[0]:
         axis.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
     axes[1][0].set(xlabel="samples", ylabel="batch size asked (samples)")
-    log_scale(axes[1][0].yaxis)
+    log_scale(axes[1][0].yaxis, base=2)
     axes[1][1].set(xlabel="samples", ylabel="learning rate")
     saved(axes[1][2], runs, labels)
     axes[0][0].legend(frameon=False)
@@ -164,11 +169,16 @@ def several(runs: list[Run], labels: list[str]) -> Any:
 
 
 def saved(axis: Any, runs: list[Run], labels: list[str]) -> None:
-    """Bars: steps to the samples that all runs have, in percent of the first run's."""
+    """Bars: steps to the samples that all runs have, against the first run's, and the loss there."""
     shared = min(run.train[-1]["samples"] for run in runs)
     steps = [int(np.searchsorted(column(run, "samples"), shared)) + 1 for run in runs]
     bars = axis.barh(labels, steps, color=[COLORS[k % len(COLORS)] for k in range(len(runs))], height=0.6)
-    told = [f"{n:,}" + (f", {1 - n / steps[0]:.0%} saved" if k else "") for k, n in enumerate(steps)]
+    told = []
+    for run, n in zip(runs, steps, strict=True):
+        share, (places, means) = 1 - n / steps[0], smoothed(run)
+        before = means[places < n]
+        told.append(f"{n:,}" + (f", {abs(share):.0%} {'saved' if share > 0 else 'more'}" if share else ""))
+        told[-1] += f"\nloss {before[-1]:.3g}" if len(before) else ""
     axis.bar_label(bars, told, padding=3, fontsize=7, color=GREY if len(runs) < 2 else BLACK)
     axis.set_xlim(0, 1.45 * max(steps))
     axis.set_xlabel(f"steps to {shared:,} samples")
