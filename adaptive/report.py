@@ -82,6 +82,7 @@ class Report:
     ) -> None:  # fmt: skip
         self.config, self.total_samples, self.wandb_run_id = config, total_samples, run_id
         self.is_main = accelerator.is_main_process
+        self.settings = config.flat() | {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}  # for trackers
         self.folder = Path(config.run.output_dir)
         self.every = Every.parse(config.output.log_every, "log_every")
         # A copy: the caller's state moves on while we still need where it was.
@@ -274,7 +275,9 @@ class Report:
             with self._guard(tracker.name, lambda tracker=tracker: self.trackers.remove(tracker)):
                 if tracker.name == "tensorboard":
                     tracker.log(values, step=record["step"])
-                    tracker.log({f"by_samples/{k}": v for k, v in values.items()}, step=record["samples"])
+                    for axis in ("samples", "tokens"):  # it has one x axis, and time
+                        named = {f"by_{axis}/{k}": v for k, v in values.items()}
+                        tracker.log(named, step=record[axis])
                 elif tracker.name == "trackio":  # whose own column is called step
                     tracker.log({k: v for k, v in values.items() if k != "step"}, step=record["step"])
                 else:

@@ -55,7 +55,7 @@ def start_wandb(report: Report) -> Any:
         output.project_name, name=output.run_name or report.folder.name, dir=str(report.folder),
         id=run_id, resume="allow" if run_id else None, mode=wandb_mode(wandb),
         group=output.run_group, tags=list(output.run_tags) or None, notes=output.run_notes,
-        config=report.config.flat(), settings=settings,
+        config=report.settings, settings=settings,
     )  # fmt: skip
     try:
         tracker.start()
@@ -84,7 +84,7 @@ def start_tensorboard(report: Report) -> Any:
 
     tracker = TensorBoardTracker("tensorboard", report.folder)
     tracker.start()
-    settings = "\n".join(f"    {name}: {value}" for name, value in report.config.flat().items())
+    settings = "\n".join(f"    {name}: {value}" for name, value in report.settings.items())
     tracker.writer.add_text("config", settings)  # store_init_configuration takes no lists, opens a second run
     return tracker
 
@@ -96,7 +96,7 @@ def start_trackio(report: Report) -> Any:
     output = report.config.output
     tracker = TrackioTracker(
         output.project_name, name=output.run_name or report.folder.name, group=output.run_group,
-        config=report.config.flat(), resume="allow", embed=False,
+        config=report.settings, resume="allow", embed=False,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()):  # which tells how to open its dashboard, at length
         tracker.start()

@@ -437,6 +437,7 @@ def test_tensorboard_by_step_and_by_samples(tmp_path, accelerator):
     events = reading.EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
     assert [(e.step, e.value) for e in events.Scalars("by_samples/loss")] == [(4, 2.0), (12, 1.0)]
+    assert [(e.step, e.value) for e in events.Scalars("by_tokens/loss")] == [(40, 2.0), (120, 1.0)]
     assert [(e.step, e.value) for e in events.Scalars("by_samples/eval_loss")] == [(12, 1.5)]
 
 

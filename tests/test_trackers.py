@@ -70,6 +70,7 @@ def test_a_wandb_run_stopped_and_resumed_is_one_run_without_a_gap(tmp_path):
         assert run.display_name == "run" and run.project == "adaptive-batch"
         kept = {update.key: json.loads(update.value_json) for update in run.config.update}
         assert kept["batch_size"] == 2.5 and kept["run_group"] == "seeds" and "schedule" in kept
+        assert kept["world_size"] == 1, "what a per-device size is multiplied by"
     history = [row for rows, _ in segments for row in rows]
     train = [row["step"] for row in history if "eval_loss" not in row]
     assert train == [record["step"] for record in records(folder)] == list(range(1, at + 21))
