@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
+
 ROOT = Path(__file__).parents[1]
 LEAKS = ("ACCELERATE_", "FSDP_", "WANDB_SERVICE")
 SETTINGS = {
@@ -34,41 +36,31 @@ def launch(
     processes: int,
     script: str | Path,
     *arguments: str,
-    timeout: float = 300,
     check: bool = True,
-    **env: str,
+    **settings,
 ) -> subprocess.CompletedProcess:
     """`accelerate launch --config_file accelerate_configs/LAYOUT.yaml --num_processes N SCRIPT arguments`.
 
-    AssertionError with the end of its output when it fails; TimeoutExpired when it hangs.
+    `settings` as for run_python. AssertionError with the end of its output when it fails.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        f"accelerate_configs/{layout}.yaml",
-        "--num_processes",
-        str(processes),
-        "--main_process_port",
-        "0",
-        str(script),
-        *map(str, arguments),
-    ]
-    done = _run(command, timeout, env)
+    config = f"accelerate_configs/{layout}.yaml"
+    command = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", str(processes)]
+    done = run_python(*command, "--main_process_port", "0", script, *arguments, **settings)
     if check:
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done
 
 
-def run_python(*arguments: str | Path, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
-    """`python arguments` in the repository root."""
-    return _run([sys.executable, *map(str, arguments)], timeout, env)
+def run_python(
+    *arguments: str | Path, timeout: float = 300, cold: bool = False, **env: str
+) -> subprocess.CompletedProcess:
+    """`python arguments` in the repository root; TimeoutExpired when it hangs.
 
-
-def _run(command: list[str], timeout: float, env: dict[str, str]) -> subprocess.CompletedProcess:
+    cold: with interpreters of their own, also for the processes that it launches (see warm.py).
+    """
+    python = sys.executable if cold else warm.folder() / "python"
     return subprocess.run(
-        command,
+        [python, *map(str, arguments)],
         cwd=ROOT,
         env=environment(**env),
         capture_output=True,

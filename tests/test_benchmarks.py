@@ -28,7 +28,7 @@ TELLS = {  # words of the last lines, which only a whole run prints
 @pytest.fixture(scope="module")
 def told() -> dict[str, list]:
     """{name: [exit status, output]} of all, from one process that imports the libraries once."""
-    done = run_python("tests/fork_benchmarks.py", *SMALL, timeout=500)
+    done = run_python("tests/fork_benchmarks.py", *SMALL, timeout=500, cold=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

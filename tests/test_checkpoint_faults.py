@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def results(job: str, folder: Path):
-    done = run_python(fresh_process.__file__, job, folder, timeout=200)
+    done = run_python(fresh_process.__file__, job, folder, timeout=200, cold=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return json.loads((folder / f"{job}.json").read_text())
 

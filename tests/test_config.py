@@ -41,7 +41,7 @@ def recipe(folder: Path, text: str) -> list[str]:
 def help_text() -> str:
     """`python train.py --help` on a terminal of 100 columns."""
     start = time.monotonic()
-    done = run_python("train.py", "--help", COLUMNS="100", timeout=60)
+    done = run_python("train.py", "--help", COLUMNS="100", timeout=60, cold=True)
     seconds = time.monotonic() - start
     assert done.returncode == 0 and done.stderr == ""
     assert seconds < 5, f"--help took {seconds:.1f} s"
@@ -61,7 +61,7 @@ def test_help_is_quick_and_imports_no_torch(help_text):
         "heavy = {'torch', 'accelerate', 'transformers', 'datasets', 'deepspeed', 'wandb', 'numpy'}\n"
         "print('\\nheavy:', sorted(heavy & set(sys.modules)))\n"
     )
-    done = run_python("-c", program, timeout=60)
+    done = run_python("-c", program, timeout=60, cold=True)
     assert done.stdout.splitlines()[-1] == "heavy: []", done.stdout[-300:] + done.stderr[-1000:]
 
 

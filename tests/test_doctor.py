@@ -168,7 +168,7 @@ def test_a_wrong_flag_is_one_line():
 @pytest.mark.slow
 def test_on_this_machine_with_a_real_handshake():
     """R97. Two gloo processes add up 1 + 1; masks that hide every device are a problem, exit status 1."""
-    done = run_python("-m", "adaptive.tools.doctor", "--handshake", CUDA_VISIBLE_DEVICES="")
+    done = run_python("-m", "adaptive.tools.doctor", "--handshake", CUDA_VISIBLE_DEVICES="", cold=True)
     assert done.returncode == 1, done.stderr
     for rank in (0, 1):
         assert f"rank {rank} of 2 on cpu: sum 2" in done.stdout

@@ -255,7 +255,7 @@ def test_nothing_of_one_vendor_is_needed_to_start():
         "from adaptive.config import parse\n"
         "print(parse([]).optim.optim)"
     )
-    done = run_python("-c", program)
+    done = run_python("-c", program, cold=True)
     assert (done.returncode, done.stdout.split()) == (0, ["adamw_torch"]), done.stderr[-2000:]
 
 

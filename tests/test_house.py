@@ -110,7 +110,7 @@ def test_upstream_modules_start_without_torch():
         "print(sorted(heavy & set(sys.modules)))\n"
         "print(sorted(m for m in sys.modules if m.startswith('adaptive.')))\n"
     )
-    done = run_python("-c", program, timeout=60)
+    done = run_python("-c", program, timeout=60, cold=True)
     heavy, own = map(ast.literal_eval, done.stdout.splitlines())
     assert heavy == [], done.stderr
     upstream = {f"adaptive.{place.removesuffix('.py')}" for place in UPSTREAM}

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from launching import ROOT, environment, records, run_python
 
 README = (ROOT / "README.md").read_text()
@@ -50,9 +51,11 @@ def copy(tmp_path) -> Path:
     return tmp_path / "clone"
 
 
-def run(command: str, folder: Path) -> str:
+def run(command: str, folder: Path, cold: bool = False) -> str:
     """Run a shell line as a person would who has set everything up; its output."""
-    settings = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    first = [] if cold else [warm.folder()]
+    path = [*first, Path(sys.executable).parent, os.environ["PATH"]]
+    settings = environment(PATH=os.pathsep.join(map(str, path)))
     del settings["WANDB_MODE"], settings["PYTHONPATH"]
     done = subprocess.run(
         command,
@@ -87,7 +90,7 @@ def test_main_job(copy):
     """The first command trains below 2.0 nats per byte and leaves everything the README names."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    output = run(COMMANDS[0].partition("requirements.txt && ")[2], copy)
+    output = run(COMMANDS[0].partition("requirements.txt && ")[2], copy, cold=True)
     folder = only_run(copy)
     train, last_eval = records(folder), records(folder, "eval")[-1]
     assert last_eval["eval_loss"] < 2.0

@@ -135,7 +135,7 @@ def test_the_sweep_file_is_what_wandb_reads():
         "from wandb.sdk.launch.sweeps.utils import load_sweep_config; "
         "print(load_sweep_config('recipes/sweep_wandb.yaml')['name'])"
     )
-    assert run_python("-c", code).stdout.splitlines()[-1] == "batch size"
+    assert run_python("-c", code, cold=True).stdout.splitlines()[-1] == "batch size"
 
 
 @pytest.mark.slow

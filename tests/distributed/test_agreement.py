@@ -43,7 +43,7 @@ def test_the_watching_thread_ends_before_the_process(leave, tmp_path):
     """
     script = tmp_path / "leave.py"
     script.write_text(WATCHED + leave)
-    done = launch("cpu_ddp", 2, script, timeout=120)
+    done = launch("cpu_ddp", 2, script, timeout=120, cold=True)
     assert done.stdout.count("left by 2") == 2 and "terminate called" not in done.stderr
 
 

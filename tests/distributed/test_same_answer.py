@@ -75,7 +75,9 @@ def run_all(folder: Path, layout: str, processes: int, cases: dict) -> None:
         ]
         for name, (optimizer, micro, workers) in cases.items()
     ]
-    launch(layout, processes, HERE / "several_runs.py", json.dumps(runs), ADAPTIVE_TIMEOUT_MINUTES="1")
+    launch(
+        layout, processes, HERE / "several_runs.py", json.dumps(runs), cold=True, ADAPTIVE_TIMEOUT_MINUTES="1"
+    )
 
 
 @pytest.fixture(scope="module")
