@@ -88,6 +88,7 @@ class Engine(Agreement):
         if not gpu():
             # Else whatever imports DeepSpeed warns that it is so.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            _compute_undisturbed()
         if is_true("ACCELERATE_USE_DEEPSPEED"):
             from adaptive.deepspeed_engine import DeepSpeedEngine as cls
         elif is_true("ACCELERATE_USE_FSDP") and (  # one process shards nothing, and may have no group
@@ -733,6 +734,17 @@ def _free_bytes_of_machine() -> int:
         with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
             free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))
     return free
+
+
+def _compute_undisturbed() -> None:
+    """Linux: this thread, and those it will start, in the class for computing without a break (SCHED_BATCH).
+
+    A thread of gloo's that wakes waits for a free core and interrupts none that computes; with as many
+    processes as cores the interruptions cost more than the messages (benchmarks/step_overhead.py).
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def gpu() -> bool:
