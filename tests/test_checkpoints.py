@@ -9,14 +9,17 @@ import resource
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from launching import ROOT, records
 
 import train
-from adaptive.checkpoint import eval_loss, problem
+from adaptive.checkpoint import Checkpoints, eval_loss, problem
 from adaptive.config import BadSetting, parse
+from adaptive.engine import Engine
+from adaptive.state import RunState
 from adaptive.tasks import Loaded, Task
 
 RUN = [
@@ -214,6 +217,23 @@ def test_settings_of_the_optimizer_are_those_of_the_resume(tmp_path, beta_scalin
     told = [(group["weight_decay"], group["betas"][0], group["eps"]) for group in held["param_groups"]]
     assert torch.allclose(torch.tensor(told), torch.tensor([(0.5, 0.8, 1e-3), (0.0, 0.8, 1e-3)]))
     assert all(state["step"] == 5 for state in held["state"].values()), "its moments go on"
+
+
+def test_what_was_loaded_outlives_its_file(tmp_path):
+    """A checkpoint is read through a map of its file, which pruning removes: nothing stays mapped.
+
+    Mutation: `_own_part` that returns what it was given.
+    """
+    engine = Engine.start(
+        config := parse(["--output_dir", str(tmp_path), "--resume_from_checkpoint", "auto"])
+    )
+    engine.prepare(model := torch.nn.Linear(64, 512), torch.optim.AdamW(model.parameters()))
+    engine.backward(engine.model(torch.ones(1, 64)).sum())
+    engine.update(1.0)
+    checkpoints = Checkpoints(config, engine, "")
+    assert checkpoints.save(RunState(step=1), SimpleNamespace(wandb_run_id=None))
+    checkpoints.resume(RunState())
+    assert checkpoints.opened and "training.pt" not in Path("/proc/self/maps").read_text()
 
 
 def test_another_model_is_one_line(tmp_path):
