@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -76,7 +77,7 @@ class DeepSpeedEngine(Engine):
         scale = self._loss_scale()
         return squared_norm(self._reduced_gradient(), self.device) / scale**2
 
-    def update(self, norm):
+    def _update(self, norm):
         self.model.step()
         return not getattr(self.model.optimizer, "overflow", False)
 
@@ -123,7 +124,9 @@ class DeepSpeedEngine(Engine):
         return f"zero{self.stage}"
 
     def save_state(self, folder):
-        self.model.save_checkpoint(str(folder), tag="engine", save_latest=False)
+        engine, files = self.model, self.model.checkpoint_engine
+        with _raised_at_the_end(files.makedirs, files.save, engine._copy_recovery_script):  # barriers between
+            engine.save_checkpoint(str(folder), tag="engine", save_latest=False)
 
     def load_state(self, folder, manifest):
         self._same_kind(folder, manifest)
@@ -212,6 +215,31 @@ class DeepSpeedEngine(Engine):
         else:
             groups = list(self.model.module.parameters())
         return [p.grad for p in groups if p.grad is not None]
+
+
+@contextlib.contextmanager
+def _raised_at_the_end(*methods: Callable) -> Iterator[None]:
+    """The first error of one of these methods waits until the block is done, as other ranks wait in it."""
+    errors: list[Exception] = []
+
+    def guarded(method: Callable) -> Callable:
+        def call(*arguments, **settings):
+            try:
+                return method(*arguments, **settings)
+            except Exception as error:
+                errors.append(error)
+
+        return call
+
+    for method in methods:
+        setattr(method.__self__, method.__name__, guarded(method))
+    try:
+        yield
+    finally:
+        for method in methods:
+            delattr(method.__self__, method.__name__)
+    if errors:
+        raise errors[0]
 
 
 def _convert(source: Path, target: Path, by: str) -> None:

@@ -261,18 +261,42 @@ class Engine(Agreement):
         try:
             yield
         except Exception as error:
-            word = self._last_word()
-            if word is not None:
-                raise word from None
-            if not ran_out(error):
-                raise
-            self.starved = " ".join(str(error).split())[:200]
+            self.starved = self._why_starved(error)
         if self.starved and not (self.apart or self.world_size == 1 and self.repeats):
             raise self.stop_all(
                 f"rank {self.rank} ran out of memory, and a step of {self.name} cannot be run again "
                 f"({self.starved}); restart with --micro_batch_size {max(1, self.rows // 2)} "
                 "--resume_from_checkpoint auto"
             )
+
+    def _why_starved(self, error: Exception) -> str:
+        """Why memory ran out, where `error` says so; else raises it, or what another rank said before it
+        stopped.
+        """
+        word = self._last_word()
+        if word is not None:
+            raise word from None
+        if not ran_out(error):
+            raise error
+        return " ".join(str(error).split())[:200]
+
+    @contextlib.contextmanager
+    def _only_once(self, what: str) -> Iterator[None]:
+        """BadSetting, on every rank, where memory runs out in `what`, between the passes and the next step:
+        weights or gradients may be changed on some rank by half, so that none saves them or goes on.
+        """
+        try:
+            yield
+            return
+        except Exception as error:
+            why = self._why_starved(error)
+        raise self.stop_all(
+            f"rank {self.rank} ran out of memory in {what} of step {self.step} ({why}): passes are over, and "
+            "smaller ones do not help; write an --optim that keeps less, such as adamw_8bit or sgd, or start "
+            "with accelerate_configs/fsdp2.yaml or zero3.yaml, which share its state among processes. "
+            "--resume_from_checkpoint auto goes on from the last checkpoint (with --weights_only where "
+            "another optimizer or engine saved it)"
+        )
 
     @contextlib.contextmanager
     def pass_(self, last: bool, idle: bool = False) -> Iterator[None]:
@@ -298,7 +322,9 @@ class Engine(Agreement):
         every rank is then as it was before the step.
         """
         self._finish()  # a sum of totals that a starved rank did not ask for any more
-        if self.apart and not self._reduce(self.starved is not None):
+        with self._only_once("the reduction of the gradient"):
+            whole = not self.apart or self._reduce(self.starved is not None)
+        if not whole:
             self.drop()
             return False
         self.proven = max(self.proven, self._shape)
@@ -383,6 +409,10 @@ class Engine(Agreement):
         """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler
         refused.
         """
+        with self._only_once("the optimizer's step"):
+            return self._update(norm)
+
+    def _update(self, norm: float) -> bool:
         limit = self.config.optim.max_grad_norm
         if limit and norm > limit:
             torch._foreach_mul_(self._gradients(), limit / (norm + 1e-6))

@@ -1,4 +1,6 @@
-"""One rank runs out of memory: the same step again on all, or a clear stop on all; hungry.py is what runs."""
+"""One rank runs out of memory: the same step again on all, or a clear stop on all. One rank runs out of disk:
+training goes on. hungry.py is what runs.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 from launching import audits, decisions, launch, records, run_python
 from test_same_answer import COMMON, HERE, SGD, distance, used_rows
+
+from adaptive.checkpoint import problem
 
 pytestmark = pytest.mark.slow
 SETTINGS = [
@@ -90,3 +94,55 @@ def test_what_cannot_be_run_again_stops_everywhere(tmp_path, layout, fault):
     assert any("[rank1]" in said or "[rank 1]" in said for said in told), done.stderr[-3000:]
     assert any("[rank0]" in said or "[rank 0]" in said for said in told), done.stderr[-3000:]
     assert all("--micro_batch_size" in said and "--resume_from_checkpoint auto" in said for said in told)
+
+
+@pytest.mark.parametrize(("layout", "processes"), [("cpu", 1), ("cpu_ddp", 2), ("cpu_zero3", 2)])
+def test_the_optimizers_step_runs_out(undisturbed, tmp_path, layout, processes):
+    """In the step of the last rank, with half of its weights changed: all stop with one line, within the
+    timeout; what was saved before is whole, and from there on the run is the undisturbed one, to 1e-6.
+
+    Mutation: no `_only_once` around the step (a traceback, and no line on the other rank).
+    """
+    settings = [*SETTINGS, "--output_dir", str(tmp_path / "run"), "--save_every", "1 steps", "--run_name"]
+    run = [HERE / "several_runs.py", json.dumps([[*settings, f"step-{processes - 1}-12-0"]])]
+    how, began = {"check": False, "timeout": 110, "ADAPTIVE_TIMEOUT_MINUTES": "2"}, time.monotonic()
+    done = launch(layout, processes, *run, **how) if processes > 1 else run_python(*run)
+    assert done.returncode != 0 and time.monotonic() - began < 100
+    lines = [
+        said for said in (done.stdout + done.stderr).splitlines() if "in the optimizer's step of" in said
+    ]
+    assert len(lines) >= processes, done.stderr[-3000:]
+    assert all("--resume_from_checkpoint auto" in said and "fsdp2.yaml" in said for said in lines)
+    steps = [int(path.name.split("_")[1]) for path in (tmp_path / "run" / "checkpoints").glob("step_*")]
+    assert f"in the optimizer's step of step {max(steps) + 1}" in lines[0]
+
+    again = [
+        HERE / "several_runs.py",
+        json.dumps([[*settings, "never-0-0-0", "--resume_from_checkpoint", "auto"]]),
+    ]
+    done = launch(layout, processes, *again) if processes > 1 else run_python(*again)
+    assert decisions(records(tmp_path / "run")) == decisions(records(undisturbed / "never-0-0-0"))
+    assert list(audits(tmp_path / "run")) == list(range(processes)), "another number of processes ran"
+    assert distance(tmp_path / "run", undisturbed / "never-0-0-0") < 1e-6
+
+
+@pytest.mark.parametrize(("layout", "rank"), [("cpu_zero1", 1), ("cpu_zero3", 0)])
+def test_the_disk_of_one_rank_is_full(undisturbed, tmp_path, layout, rank):
+    """R81. From its 14th pass on: warnings, training to its end as undisturbed, the checkpoints before stay,
+    nothing half-written beside them, and the end is one line, within the timeout.
+
+    Mutation: DeepSpeed's save left by the rank whose write failed (the other waits in its barrier).
+    """
+    began, folder, run_name = time.monotonic(), tmp_path / "run", f"disk-{rank}-14-20"
+    flags = [*SETTINGS, "--output_dir", str(folder), "--save_every", "4 steps", "--run_name", run_name]
+    done = launch(
+        layout, 2, HERE / "several_runs.py", json.dumps([flags]), check=False, timeout=110,
+        ADAPTIVE_TIMEOUT_MINUTES="2",
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and time.monotonic() - began < 100
+    assert "was not saved" in said and f"rank {rank}: " in said, said[-3000:]
+    assert "the last checkpoint could not be written" in said, said[-3000:]
+    assert decisions(records(folder)) == decisions(records(undisturbed / "never-0-0-0"))
+    left = list((folder / "checkpoints").iterdir())
+    assert 0 < len(left) < 4 and not any(path.name == "step_16" or problem(path) for path in left), left
