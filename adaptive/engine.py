@@ -65,6 +65,11 @@ TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 LEAST_SCALE = 1.0  # of fp16 losses: where even this overflows, the gradient itself is at fault
 BUCKET_BYTES = 2**25  # of gradients that are reduced at once
 TIGHT = 0.9  # of a device's memory: above, a pass may run out although one of its shape did not
+LESS_STATE = (
+    "smaller passes do not help, as they are over: write an --optim that keeps less, such as adamw_8bit or "
+    "sgd, or start with accelerate_configs/fsdp2.yaml or zero3.yaml, which share its state among processes "
+    "(and --weights_only where another optimizer, or an engine of another kind, saved the checkpoint)"
+)
 LAST_WORD, LINGER_SECONDS = "adaptive/last_word", 3.0  # why this run stops, told beside the collectives
 
 
@@ -281,9 +286,9 @@ class Engine(Agreement):
         return " ".join(str(error).split())[:200]
 
     @contextlib.contextmanager
-    def _only_once(self, what: str) -> Iterator[None]:
-        """BadSetting, on every rank, where memory runs out in `what`, between the passes and the next step:
-        weights or gradients may be changed on some rank by half, so that none saves them or goes on.
+    def only_once(self, what: str, remedy: str) -> Iterator[None]:
+        """Around work outside of the passes. BadSetting, on every rank, where memory runs out in it: a rank
+        may have done half of it, so none goes on, or saves anything.
         """
         try:
             yield
@@ -291,11 +296,8 @@ class Engine(Agreement):
         except Exception as error:
             why = self._why_starved(error)
         raise self.stop_all(
-            f"rank {self.rank} ran out of memory in {what} of step {self.step} ({why}): passes are over, and "
-            "smaller ones do not help; write an --optim that keeps less, such as adamw_8bit or sgd, or start "
-            "with accelerate_configs/fsdp2.yaml or zero3.yaml, which share its state among processes. "
-            "--resume_from_checkpoint auto goes on from the last checkpoint (with --weights_only where "
-            "another optimizer or engine saved it)"
+            f"rank {self.rank} ran out of memory in {what} of step {self.step} ({why}); {remedy}; the last "
+            "checkpoint is as it was: --resume_from_checkpoint auto"
         )
 
     @contextlib.contextmanager
@@ -322,7 +324,7 @@ class Engine(Agreement):
         every rank is then as it was before the step.
         """
         self._finish()  # a sum of totals that a starved rank did not ask for any more
-        with self._only_once("the reduction of the gradient"):
+        with self.only_once("the reduction", LESS_STATE):
             whole = not self.apart or self._reduce(self.starved is not None)
         if not whole:
             self.drop()
@@ -409,7 +411,7 @@ class Engine(Agreement):
         """Clip to --max_grad_norm by the norm that was measured, and step. False when the loss scaler
         refused.
         """
-        with self._only_once("the optimizer's step"):
+        with self.only_once("the optimizer's update", LESS_STATE):
             return self._update(norm)
 
     def _update(self, norm: float) -> bool:

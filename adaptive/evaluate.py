@@ -139,7 +139,8 @@ def tell_evaluation(
     for source, dataset in datasets.items():
         if dataset is None or not len(dataset):
             continue
-        found = _totals(engine, task, dataset, size, normalize_by)
+        with engine.only_once("the evaluation", f"write a smaller --per_device_eval_batch_size than {size}"):
+            found = _totals(engine, task, dataset, size, normalize_by)
         if found is None:
             return False
         totals.append(found)

@@ -248,6 +248,18 @@ def test_other_errors_are_not_swallowed(tmp_path, monkeypatch):
         run(tmp_path / "run")
 
 
+def test_an_evaluation_too_large_is_an_error(tmp_path, monkeypatch):
+    """One line that says what to write. Mutation: no `only_once` around the evaluation (a traceback)."""
+    monkeypatch.setattr(Small, "measure", lambda *_: bytearray(2**62), raising=False)
+    monkeypatch.setattr(
+        Small, "load", lambda self, config, load=Small.load: Loaded(*[load(self, config).train] * 2)
+    )
+    with pytest.raises(
+        BadSetting, match="evaluation of step 6 .*smaller --per_device_eval_batch_size than 64"
+    ):
+        run(tmp_path / "run")
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(10**9, 6), (3, 3), (1, 1)])
 def test_auto_finds_what_fits(undisturbed, tmp_path, limit, expected):
     """Never above the largest share (6 samples), and exactly a hidden limit below 4; weights as without it.

@@ -2,6 +2,7 @@
 
 On that rank, from the training pass of that number on, a pass of more rows than that runs out: in its
 forward, with all activations alive, or in the middle of its backward, with half of the gradients there.
+"measure": in the evaluation.
 "step": in SGD's update, counted by groups of parameters; an even number has changed half of the weights.
 "disk": from that pass on no file that this rank writes may be larger than so many kB.
 """
@@ -20,6 +21,7 @@ from torch.optim.sgd import sgd
 MESSAGES = {  # where -> what is raised there
     "forward": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     "backward": RuntimeError("HIP error: out of memory"),
+    "measure": RuntimeError("std::bad_alloc"),
     "step": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB"),
 }
 
@@ -56,6 +58,11 @@ class Hungry(Uneven):
             self.armed = here and self.passes >= self.first and len(losses) > self.rows
             self._run_out("forward")
         return losses
+
+    def measure(self, model, batch):
+        self.armed = int(os.environ.get("RANK", "0")) == self.rank
+        self._run_out("measure")
+        return super().measure(model, batch)
 
     def _run_out(self, where):
         if self.armed and self.where == where:
