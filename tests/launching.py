@@ -70,6 +70,24 @@ def run_python(
     )
 
 
+def unread(*arguments: str | Path, timeout: float = 120) -> tuple[int, str]:
+    """(exit status, stderr) of `python arguments | head` when head has left, buffered as usual."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(PYTHONUNBUFFERED=""),
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    os.close(writer)
+    return done.returncode, done.stderr
+
+
 def records(folder: Path, kind: str = "train") -> list[dict]:
     """Lines of metrics.jsonl of one kind."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())

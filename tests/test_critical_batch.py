@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from launching import ROOT, environment, run_python
+from launching import ROOT, environment, run_python, unread
 from quadratic import NOISE
 from test_report import wandb_records
 
@@ -178,7 +178,11 @@ def test_the_branch_rule_agrees_within_a_factor_of_two(tmp_path, capsys):
 
 
 def test_the_noise_scale_of_a_run(tmp_path, capsys):
-    """The known one within a factor 1.5, with the warning; and read from a run that has it."""
+    """The known one within a factor 1.5, with the warning; and read from a run that has it, also by a search
+    whose output nobody reads.
+
+    Mutation: trackers told after the screen, where `| head` has left.
+    """
     folder = tmp_path / "noise"
     flags = [*TASK, *PLAIN, "--learning_rate", "1e-4"]
     critical_batch(
@@ -191,6 +195,9 @@ def test_the_noise_scale_of_a_run(tmp_path, capsys):
     critical_batch([*again, "--report_to", "none"])
     other = json.loads((tmp_path / "again" / "critical_batch.json").read_text())
     assert other["points"] == report["points"] and other["schedule"].startswith("0:")
+    again[-1] = str(tmp_path / "unread")
+    assert unread("-m", "adaptive.tools.critical_batch", *again, "--report_to", "tensorboard") == (141, "")
+    assert (tmp_path / "unread" / "tensorboard").is_dir()
 
 
 def test_what_cannot_be_searched_is_a_bad_setting(tmp_path):

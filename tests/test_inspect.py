@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
+from launching import unread
 
 import train
 from adaptive.config import BadSetting, parse
@@ -302,6 +303,13 @@ def test_text_is_decoded(tmp_path, capsys):
     for index in Run(folder).audits[0][2]["indices"]:
         assert f"row {index}: " in told
     assert told.count("'number ") == 2 and "label 0" in told
+
+
+def test_a_reader_who_leaves_ends_a_tool(runs):
+    """As SIGPIPE would, without a word. Mutations: no such handler: a traceback; stdout not flushed in it:
+    "Exception ignored" and status 120 after a short output.
+    """
+    assert unread("-m", "adaptive.tools.inspect_run", runs["keep"]) == (141, "")
 
 
 def test_what_is_no_run_is_a_bad_setting(tmp_path, runs):

@@ -22,12 +22,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from adaptive.config import BadSetting, exit_with, parse
+from adaptive.config import BadSetting, parse
 from adaptive.tools import fit
 from adaptive.tools.branches import branch
 from adaptive.tools.candidates import CLEARLY, Asked, metric_of, settings_of, table_of, with_bounds
 from adaptive.tools.finder_report import tell
-from adaptive.tools.flags import Flags
+from adaptive.tools.flags import Flags, leave
 from adaptive.tools.runs import Run
 from adaptive.tools.search import Candidate, Search
 
@@ -195,12 +195,15 @@ def noise(asked: Asked, search: Search) -> dict[str, Any]:
 
 METHODS = {"sweep": sweep, "branch": branch, "noise": noise}
 
-if __name__ == "__main__":
-    try:
-        status = main()
-        from adaptive.engine import Engine
 
-        Engine.leave()
-        sys.exit(status)
-    except BadSetting as error:
-        exit_with(error)
+def program() -> int:
+    """`main` in a process of its own, which ends with it."""
+    status = main()
+    from adaptive.engine import Engine
+
+    Engine.leave()
+    return status
+
+
+if __name__ == "__main__":
+    leave(program)

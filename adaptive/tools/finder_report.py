@@ -1,6 +1,6 @@
 """What the finder found -> a table, critical_batch.json, a picture, and both in the trackers that are on.
 
-To add one: a line of `table`, a panel of `picture`, a tracker in LOGS.
+To add one: a line of `table`, a panel of `picture`, a tracker in LOGS (returns lines for the screen).
 """
 
 from __future__ import annotations
@@ -37,23 +37,24 @@ COLUMNS = {
 
 
 def tell(report: dict[str, Any], search: Search, config: Config) -> None:
-    """Everything, on rank 0; a tracker that fails is a warning."""
+    """Everything, on rank 0; a tracker that fails is a warning. The screen is last: its reader may go."""
     written(search.folder / "critical_batch.json", report)
-    for line in table(report):
-        search.say(line)
     path = search.folder / "critical_batch.png"
     try:
         picture(report, path)
     except ImportError:
         warn("no picture: pip install matplotlib")
         path = None
-    search.say(f"results  {search.folder / 'critical_batch.json'}" + (f", {path}" if path else ""))
+    files = ", ".join(map(str, filter(None, (search.folder / "critical_batch.json", path))))
+    told = [*table(report), f"results  {files}"]
     for name in config.output.report_to:
         try:
-            LOGS.get(name, lambda *_: None)(report, path, search.folder, config)
+            told += LOGS.get(name, lambda *_: ())(report, path, search.folder, config)
         except Exception as error:
-            told = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            warn(f"{name} failed ({told}); the results are in {search.folder}")
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            warn(f"{name} failed ({why}); the results are in {search.folder}")
+    for line in told:
+        search.say(line)
 
 
 def cells(report: dict[str, Any]) -> list[list]:
@@ -218,8 +219,8 @@ def _noise_panels(report: dict[str, Any], left: Any, right: Any) -> None:
     right.set(xlabel="samples", ylabel="batch size (samples)")
 
 
-def log_wandb(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
-    """A run of the candidates' group with the table and the picture."""
+def log_wandb(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> list[str]:
+    """A run of the candidates' group with the table and the picture; returns where it is."""
     import wandb
 
     from adaptive.trackers import wandb_mode
@@ -236,10 +237,10 @@ def log_wandb(report: dict[str, Any], path: Path | None, folder: Path, config: C
     run.summary.update(_found(report))
     told = f"wandb sync {shlex.quote(str(Path(run.dir).parent))}" if run.offline else f"wandb    {run.url}"
     run.finish()
-    print(told, flush=True)
+    return [told]
 
 
-def log_tensorboard(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
+def log_tensorboard(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> list[str]:
     """The same beside the candidates' folders."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -251,9 +252,10 @@ def log_tensorboard(report: dict[str, Any], path: Path | None, folder: Path, con
             from matplotlib.image import imread
 
             writer.add_image("critical_batch", imread(path)[..., :3], dataformats="HWC")
+    return []
 
 
-def log_trackio(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> None:
+def log_trackio(report: dict[str, Any], path: Path | None, folder: Path, config: Config) -> list[str]:
     """A run of the candidates' group, as in W&B."""
     import trackio
 
@@ -268,6 +270,7 @@ def log_trackio(report: dict[str, Any], path: Path | None, folder: Path, config:
             {"candidates": table} | ({} if path is None else {"critical_batch": trackio.Image(str(path))})
         )
         run.finish()
+    return []
 
 
 def _found(report: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ To add one: a tool builds a `Flags` where it would build an ArgumentParser, and 
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -21,8 +23,15 @@ class Flags(argparse.ArgumentParser):
 
 
 def leave(main: Callable[[], int]) -> NoReturn:
-    """Run a tool and exit with its status."""
+    """Run a tool and exit with its status; as SIGPIPE would end it where nobody reads stdout any more."""
     try:
-        sys.exit(main())
+        try:
+            status = main()
+        finally:
+            sys.stdout.flush()
+        sys.exit(status)
     except BadSetting as error:
         exit_with(error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
+        sys.exit(128 + signal.SIGPIPE)
