@@ -210,6 +210,7 @@ def test_what_cannot_be_searched_is_a_bad_setting(tmp_path):
         (["--seed", "7"], "write --seeds instead"),
         (["--batch-size=4"], "write --sizes or"),
         (["--target", "nan"], "write a loss"),
+        (["--method", "branch", "--learning_rate", "1"], "--learning_rate: a branch holds its checkpoint's"),
     ):
         with pytest.raises(BadSetting, match=words):
             critical_batch([*flags, "--output_dir", str(tmp_path / words.replace(" ", "_"))])

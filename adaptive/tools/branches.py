@@ -18,10 +18,18 @@ from adaptive.tools.candidates import CLEARLY, Asked, metric_of, settings_of, ta
 from adaptive.tools.runs import Run
 from adaptive.tools.search import Candidate, Search
 
+# flags of train.py that say what a branch takes from its checkpoint
+HELD = ("learning_rate", "base_batch_size", "lr_scheduler_type", "lr_scheduler_kwargs")
+
 
 def branch(asked: Asked, search: Search) -> dict[str, Any]:
     """From each checkpoint: k times the size and f(k) times the rate over the same window of samples."""
     flags, points = asked.flags, []
+    for name in HELD:
+        if name in asked.names:
+            raise BadSetting(
+                f"--{name}: a branch holds its checkpoint's learning rate, times f(k); leave it out"
+            )
     starts = checkpoints_of(flags.start)
     for at, checkpoint in enumerate(starts):
         manifest = json.loads((checkpoint / "manifest.json").read_text())
@@ -80,7 +88,7 @@ def branch_settings(
     config.optim.learning_rate = plain[-1]["learning_rate"]
     config.optim.base_batch_size = max(plain[-1]["target_batch_size"], 1.0)
     config.optim.lr_scheduler_type, config.optim.lr_scheduler_kwargs = "constant", ""
-    if "--lr_scaling" not in asked.given:
+    if "lr_scaling" not in asked.names:
         config.optim.lr_scaling = "linear" if config.optim.optim == "sgd" else "sqrt"
     return state.samples, config, size
 

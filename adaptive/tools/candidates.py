@@ -28,8 +28,18 @@ class Asked:
     given: list[str]  # train.py's flags
 
     @property
+    def names(self) -> set[str]:
+        """Of the flags that are given."""
+        return set(map(flag_name, self.given))
+
+    @property
     def loss_metric(self) -> bool:
         return self.flags.metric.endswith("loss")
+
+
+def flag_name(flag: str) -> str:
+    """--batch-size=4 -> batch_size; nothing of what is no flag."""
+    return flag.split("=")[0][2:].replace("-", "_") if flag.startswith("--") else ""
 
 
 def settings_of(asked: Asked, base: Config, size: float, seed: int, begin: int, total: int) -> Config:

@@ -25,7 +25,7 @@ from typing import Any
 from adaptive.config import BadSetting, parse
 from adaptive.tools import fit
 from adaptive.tools.branches import branch
-from adaptive.tools.candidates import CLEARLY, Asked, metric_of, settings_of, table_of, with_bounds
+from adaptive.tools.candidates import CLEARLY, Asked, flag_name, metric_of, settings_of, table_of, with_bounds
 from adaptive.tools.finder_report import tell
 from adaptive.tools.flags import Flags, leave
 from adaptive.tools.runs import Run
@@ -101,9 +101,8 @@ def _seeds(text: str) -> list[int]:
 
 def _check(flags: argparse.Namespace, given: list[str]) -> None:
     """BadSetting for what would make another search than the one that was meant."""
-    for flag in given:
-        name = flag.split("=")[0].removeprefix("--").replace("-", "_")
-        if flag.startswith("--") and name in DECIDED:
+    for name in map(flag_name, given):
+        if name in DECIDED:
             raise BadSetting(f"--{name}: every candidate has its own; write {DECIDED[name]} instead")
     for name in ("samples", "evaluations"):
         if getattr(flags, name) < 1:
