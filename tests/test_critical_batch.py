@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -24,9 +25,10 @@ import train
 from adaptive.config import BadSetting, parse
 from adaptive.schedules.candidate import candidate
 from adaptive.tools import fit
-from adaptive.tools.candidates import table_of
-from adaptive.tools.critical_batch import _seeds
+from adaptive.tools.candidates import Asked, table_of
+from adaptive.tools.critical_batch import _seeds, sweep_report
 from adaptive.tools.critical_batch import main as critical_batch
+from adaptive.tools.finder_report import table
 from adaptive.tools.inspect_run import main as inspect_run
 from adaptive.tools.runs import lines
 from adaptive.tools.search import bounds
@@ -93,6 +95,47 @@ def test_samples_to_a_loss_by_the_straight_line_of_logarithms():
     assert fit.samples_to(0.001, curve) is None and fit.samples_to(2.0, curve) == 0
     assert fit.samples_to(-0.5, [(0, 1.0), (100, -1.0)]) == pytest.approx(75)
     assert fit.smoothed([4.0, 2.0, 1.0], 0.5) == 2.0
+
+
+def swept(curves: dict[tuple[int, int], list], **flags) -> list[str]:
+    """The table of a sweep whose candidates, (size, seed), came to these curves."""
+    sizes, seeds = (sorted(set(part)) for part in zip(*curves, strict=True))
+    given = {"sizes": sizes, "seeds": seeds, "target": None, "tolerance": 0.01, "metric": "eval_loss"} | flags
+    own = [
+        {"size": b, "seed": s, "ended": "done", "curve": c, "eval_loss": c[-1][1], "steps": 9, "anomalies": 0}
+        for (b, s), c in curves.items()
+    ]
+    return table(sweep_report(Asked(SimpleNamespace(**given), None, []), own) | {"method": "sweep"})
+
+
+def trade(size: int, s_min: float = 10, e_min: float = 80) -> list:
+    """A curve at a loss of 1 after the steps of equation (1) of fit.py, at its second evaluation."""
+    at = s_min * size + e_min
+    return [[at / 2, 2.0], [at, 1.0], [2 * at, 0.9]]
+
+
+def test_an_interval_is_of_the_seeds_that_have_a_fit():
+    """Mutation: "one seed" where two others show no trade."""
+    good, bad = ({(b, s): trade(b) for b in (4, 16, 64)} for s in (1, 2)), [[10, 2.0], [1000, 1.0]]
+    one, two = good
+    curves = one | {(b, s): bad for b in (4, 16, 64) for s in (2, 3)}
+    (line,) = [line for line in swept(curves, target=1.0) if line.startswith("critical size")]
+    assert line.startswith("critical size 8, 1 of 3 seeds with a fit: no interval: twice")
+    assert "critical size 8, one seed: no interval: twice" in "\n".join(swept(one, target=1.0))
+    assert "critical size 8, 95 % interval 8 to 8: twice" in "\n".join(swept(one | two, target=1.0))
+    more = one | two | {(b, 3): bad for b in (4, 16, 64)}
+    assert "95 % interval 8 to 8 (2 of 3 seeds with a fit): twice" in "\n".join(swept(more, target=1.0))
+
+
+def test_a_target_that_is_met_by_the_first_evaluation_is_no_point_of_the_fit():
+    """An upper bound of its samples, here 2.5 times them. Mutation: taken for them."""
+    curves = {(b, 1): trade(b) for b in (4, 16, 64, 256)}
+    curves[(2, 1)] = [[250, 0.99], [500, 0.9]]
+    told = "\n".join(swept(curves, target=1.0))
+    assert "critical size 8, one seed" in told
+    assert re.search(r" 2 +1 +9 +0.9 +- +- +done, at the target early\n", told), told
+    assert "note: 1 of 5 were at the target by their first evaluation and are not in the fit" in told
+    assert "early" not in "\n".join(swept({(b, 1): trade(b) for b in (4, 16, 64)}))
 
 
 def test_a_candidate_gives_up_only_on_a_fresh_evaluation(monkeypatch):

@@ -145,9 +145,10 @@ def sweep_report(asked: Asked, results: list[dict]) -> dict[str, Any]:
     ]
     target = flags.target if flags.target is not None else max(lowest, default=math.nan)
     for result in results:
-        samples = fit.samples_to(target, result["curve"])
-        steps = None if samples is None else samples / result["size"]
-        rows.append(result | {"metric": metric_of(asked, result), "steps_to": steps, "samples_to": samples})
+        early = result["curve"][:1] and result["curve"][0][1] <= target  # by then, and who knows when
+        samples = None if early else fit.samples_to(target, result["curve"])
+        row = result | {"metric": metric_of(asked, result), "early": bool(early), "samples_to": samples}
+        rows.append(row | {"steps_to": None if samples is None else samples / result["size"]})
     by_size = {b: [row for row in rows if row["size"] == b] for b in sizes}
     means = {b: sum(row["metric"] for row in own) / len(own) for b, own in by_size.items()}
     fits = [

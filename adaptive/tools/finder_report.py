@@ -58,10 +58,13 @@ def tell(report: dict[str, Any], search: Search, config: Config) -> None:
 
 
 def cells(report: dict[str, Any]) -> list[list]:
-    """Rows of the table: a candidate that gave up or diverged has no metric, and its last loss at its end."""
+    """Rows of the table: a candidate that gave up or diverged has no metric, and its last loss at its end;
+    one that was at the target early has no steps to it.
+    """
     rows = []
     for row in report["candidates"]:
         last = f" at {row['curve'][-1][1]:.5g}" if row["ended"] != "done" and row["curve"] else ""
+        last += ", at the target early" if row.get("early") else ""
         values = row | {"metric": row.get("metric") if row["ended"] == "done" else None}
         rows.append([values.get(name) for name in COLUMNS[report["method"]][:-1]] + [row["ended"] + last])
     return rows
@@ -101,15 +104,31 @@ def _swept(report: dict[str, Any]) -> list[str]:
             f"of the best {report['metric']}{more}"
         )
     if report["fits"]:
-        low, high = report["interval"]
-        spread = f", 95 % interval {low:.4g} to {high:.4g}" if low == low else ", one seed: no interval"
         told.append(
-            f"critical size {report['critical_batch_size']:.4g}{spread}: twice the fewest steps and "
-            f"twice the fewest samples to eval_loss {report['target']:.4g}"
+            f"critical size {report['critical_batch_size']:.4g}, {_spread(report)}: twice the fewest steps "
+            f"and twice the fewest samples to eval_loss {report['target']:.4g}"
         )
     else:
-        told.append("no fit: fewer than three sizes reached the target, or their steps show no trade")
+        told.append("no fit: fewer than three sizes tell their steps to the target, or these show no trade")
+    early = sum(row["early"] for row in report["candidates"])
+    if early:
+        told.append(
+            f"note: {early} of {len(report['candidates'])} were at the target by their first evaluation and "
+            "are not in the fit; write a lower --target or more --evaluations"
+        )
     return told
+
+
+def _spread(report: dict[str, Any]) -> str:
+    """The interval, and of how many seeds it is."""
+    (low, high), fits = report["interval"], len(report["fits"])
+    seeds = len({row["seed"] for row in report["candidates"]})
+    if seeds == 1:
+        return "one seed: no interval"
+    share = "" if fits == seeds else f"{fits} of {seeds} seeds with a fit"
+    if fits == 1:
+        return f"{share}: no interval"
+    return f"95 % interval {low:.4g} to {high:.4g}" + (f" ({share})" if share else "")
 
 
 def _branched(report: dict[str, Any]) -> list[str]:
