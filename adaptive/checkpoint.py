@@ -177,8 +177,9 @@ class Checkpoints:
         if self.opened.parent == self.folder.resolve():  # else a branch, which is a run of its own
             self.run_id = manifest["wandb_run_id"]
         if self.engine.is_main:
-            for line in changes(manifest["config"], self.config.flat(), state.size):
-                print(line, flush=True)
+            if not self.config.searched:  # whose settings the search has said
+                for line in changes(manifest["config"], self.config.flat(), state.size):
+                    print(line, flush=True)
             if manifest["world_size"] != self.engine.world_size:
                 processes = f"{self.engine.world_size} process(es) go on from {manifest['world_size']}"
                 print(f"{processes}: the same samples in each step, dropout with other masks", flush=True)

@@ -319,6 +319,11 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     output: Output = field(default_factory=Output)
 
+    @property
+    def searched(self) -> bool:
+        """Whether this run is a candidate of tools/critical_batch.py, which speaks for it."""
+        return self.batch.schedule.startswith("candidate(")
+
     def flat(self) -> dict[str, Any]:
         """{flag name: value} of all groups; what config.yaml holds."""
         values = {}

@@ -131,7 +131,10 @@ class Report:
             self.screen.line(line)
 
     def leave_word(self, state: Any) -> None:
-        """Say how to go on after a signal."""
+        """Say how to go on after a signal; of a candidate the search says it."""
+        if self.config.searched:
+            self.say(f"stopped after step {state.step} and saved")
+            return
         settings = shlex.quote(f"{self.config.run.output_dir}/config.yaml")
         how = f"--config {settings} --resume_from_checkpoint auto"
         self.say(f"stopped by a signal after step {state.step} and saved; go on with:")

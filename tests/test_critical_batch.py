@@ -194,8 +194,11 @@ def test_the_branch_rule_agrees_within_a_factor_of_two(tmp_path, capsys):
     size and rate. By equation (1) of quadratic.py 640 samples multiply the loss by 1e-4 at sizes 8 and 16,
     1e-3 at 32, 0.1 at 64 and 50 at 128: the rule must find half or all of the noise scale, and 128 loses.
 
+    The search says what each branch is, and how to go on: a branch itself says neither.
+
     Mutations: the rate not scaled (no size loses: 128); branches that begin from fresh weights or continue
-    the start's own folder.
+    the start's own folder; a line for each of the eight settings in which a branch is not its checkpoint's
+    run; "go on with: accelerate launch ..." of one that has lost.
     """
     start = tmp_path / "start"
     rate = 1 / (1 + NOISE / 8)
@@ -216,7 +219,11 @@ def test_the_branch_rule_agrees_within_a_factor_of_two(tmp_path, capsys):
         assert [rows[k]["ended"] for k in (1, 2, 4, 16)] == ["done", "done", "done", "lost"]
         assert rows[4]["learning_rate"] == pytest.approx(4 * rate)
         assert rows[1]["samples"] == point["samples"] + 640 and rows[16]["samples"] < rows[1]["samples"]
-    assert f"--schedule 'steps(\"{report['schedule']}\")'" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"--schedule 'steps(\"{report['schedule']}\")'" in told
+    assert "step_5_times_2 (16 samples a step, from " in told
+    assert "step_5_times_16 has lost" in told and "stopped after step" in told
+    assert "when this checkpoint was saved" not in told and "go on with" not in told
     assert {path: path.read_bytes() for path in start.rglob("*") if path.is_file()} == untouched
 
 

@@ -35,6 +35,12 @@ class Candidate:
     tags: dict[str, float] = field(default_factory=dict)  # what its result repeats: size, seed, ...
     origin: str | None = None  # checkpoint it starts from
 
+    @property
+    def told(self) -> str:
+        """Its name; of a branch also its size, and where it begins."""
+        size = f"{self.config.batch.batch_size:g} samples a step"
+        return self.name if self.origin is None else f"{self.name} ({size}, from {self.origin})"
+
 
 class Search:
     """The folder of a search: candidates, and what they came to."""
@@ -80,7 +86,7 @@ class Search:
         if found is not None:
             self.say(f"candidate {place}: {candidate.name} is done")
             return found
-        self.say(f"candidate {place}: {candidate.name}, into {self.folder / candidate.name}")
+        self.say(f"candidate {place}: {candidate.told}, into {self.folder / candidate.name}")
         folder, config = self.folder / candidate.name, copy.deepcopy(candidate.config)
         own = any((folder / "checkpoints").glob("step_*/manifest.json"))
         config.run.output_dir = str(folder)
