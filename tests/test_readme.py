@@ -126,7 +126,11 @@ def test_tools(copy):
     """The tools' commands, one after the other; the doctor may find a problem of this machine."""
     doctor, search, *others = TOOLS
     assert "accelerate_configs/" in run(f"{doctor} || true", copy)
-    assert "turning point" in run(search, copy) and (copy / "runs/search/critical_batch.png").is_file()
+    found = run(search, copy)
+    assert "turning point" in found and re.search(r"critical size [\d.]+, one seed: no interval", found), (
+        found
+    )
+    assert (copy / "runs/search/critical_batch.png").is_file()
     told = [run(command, copy) for command in others]
     assert told[0].startswith("right: runs/search/size_16_seed_42")
     assert (copy / "runs" / "compare.png").is_file() and "compare.png" in told[1]
