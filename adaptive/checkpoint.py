@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive import order
-from adaptive.config import BadSetting, Config
+from adaptive.config import BadSetting, Batch, Config
 from adaptive.records import last_run_id
 from adaptive.schedules import global_size, in_unit
 from adaptive.state import RunState
@@ -157,13 +157,10 @@ class Checkpoints:
             return fresh
         self.opened = Path(chosen).resolve()
         manifest = self.engine.from_rank0(lambda: json.loads((self.opened / MANIFEST).read_text()))
-        state = self._state_of(manifest)
+        state = state_at(self.opened, manifest, self.config)
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
-        if _name(manifest["config"]["schedule"]) != _name(self.config.batch.schedule):
-            state.schedule = None  # another one's memory
-        self._in_this_unit(state, manifest["config"])
         if self.config.run.weights_only:
             with self._of_this_run():
                 self.engine.load_weights(self.opened, manifest)
@@ -186,29 +183,6 @@ class Checkpoints:
         if self._go_back(state.step):
             state.evaluated_at, state.evaluation_owed = state.step, False
         return state
-
-    def _in_this_unit(self, state: RunState, before: dict[str, Any]) -> None:
-        """The same samples, where this start's sizes are per device and the checkpoint's were not, or so."""
-        now = self.config.batch
-        names = ("per_device_train_batch_size", "fraction", "samples_per_pass")
-        then = replace(now, **{name: before.get(name, getattr(now, name)) for name in names})
-        if in_unit(Fraction(1), then, 3) == in_unit(Fraction(1), now, 3):
-            return
-
-        def converted(size: float) -> float:
-            return in_unit(global_size(size, then, state.world_size), now, state.world_size) if size else size
-
-        state.size, state.initial_size = converted(state.size), converted(state.initial_size)
-        state.sizes = {source: converted(size) for source, size in state.sizes.items()}
-
-    def _state_of(self, manifest: dict[str, Any]) -> RunState:
-        try:
-            return RunState.from_json(manifest["state"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise BadSetting(
-                f"{self.opened} cannot be gone on from ({type(error).__name__}: {error}); continue with the "
-                "version of this program that saved it, or from another checkpoint"
-            ) from None
 
     def _same_optimizer(self, manifest: dict[str, Any]) -> None:
         before, here = manifest["config"]["optim"], self.config.optim.optim
@@ -287,6 +261,35 @@ class Checkpoints:
                 + (", or write --allow_dataset_change" if name == "fingerprint" else "")
             )
         return path
+
+
+def state_at(path: Path, manifest: dict[str, Any], config: Config) -> RunState:
+    """The state with which a run of `config` goes on from the checkpoint `path`."""
+    try:
+        state = RunState.from_json(manifest["state"])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadSetting(
+            f"{path} cannot be gone on from ({type(error).__name__}: {error}); continue with the version of "
+            "this program that saved it, or from another checkpoint"
+        ) from None
+    if _name(manifest["config"]["schedule"]) != _name(config.batch.schedule):
+        state.schedule = None  # another one's memory
+    _in_this_unit(state, manifest["config"], config.batch)
+    return state
+
+
+def _in_this_unit(state: RunState, before: dict[str, Any], now: Batch) -> None:
+    """The same samples, where this start's sizes are per device and the checkpoint's were not, or so."""
+    names = ("per_device_train_batch_size", "fraction", "samples_per_pass")
+    then = replace(now, **{name: before.get(name, getattr(now, name)) for name in names})
+    if in_unit(Fraction(1), then, 3) == in_unit(Fraction(1), now, 3):
+        return
+
+    def converted(size: float) -> float:
+        return in_unit(global_size(size, then, state.world_size), now, state.world_size) if size else size
+
+    state.size, state.initial_size = converted(state.size), converted(state.initial_size)
+    state.sizes = {source: converted(size) for source, size in state.sizes.items()}
 
 
 def problem(path: Path) -> str | None:

@@ -223,6 +223,7 @@ def test_the_branch_rule_agrees_within_a_factor_of_two(tmp_path, capsys):
     assert f"--schedule 'steps(\"{report['schedule']}\")'" in told
     assert "step_5_times_2 (16 samples a step, from " in told
     assert "step_5_times_16 has lost" in told and "stopped after step" in told
+    assert inspect_run([str(folder / "step_5_times_2"), "--verify"]) == 0
     assert "when this checkpoint was saved" not in told and "go on with" not in told
     assert {path: path.read_bytes() for path in start.rglob("*") if path.is_file()} == untouched
 

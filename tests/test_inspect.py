@@ -93,6 +93,31 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(runs, tmp_path, ca
     assert len(Run(folder).train) == len(Run(runs["keep"]).train)
 
 
+def test_a_branch_is_verified_from_its_checkpoint(tmp_path, capsys):
+    """With the carry, the cursors and the signals that were there; without the checkpoint nothing is known.
+
+    Mutations: verified from 0: "leaves out positions"; a carry of 0; signals of a fresh run.
+    """
+    origin = start(tmp_path / "run", *RUNS["feedback"], "--max_steps", "10", "--save_every", "5 steps")
+    checkpoint = origin / "checkpoints" / "step_5"
+    state = json.loads((checkpoint / "manifest.json").read_text())["state"]
+    assert state["carry"]["train"] != "0"
+    flags = [*RUNS["feedback"], "--resume_from_checkpoint", str(checkpoint)]
+    folder = start(tmp_path / "branch", *flags, "--learning_rate", "2e-3")
+    assert inspect_run([str(folder), "--verify"]) == 0
+    told = capsys.readouterr().out
+    assert (
+        f"from step 5 on, as {checkpoint} was then" in told and "every size asked for is its answer" in told
+    )
+    assert f"every position from {state['cursor']['train']} to 194 once" in told
+    other = tampered({"branch": folder}, "branch", tmp_path, repeat)
+    assert inspect_run([str(other), "--verify"]) == 1
+    assert "step 11 repeats positions" in capsys.readouterr().out
+    shutil.rmtree(checkpoint)
+    with pytest.raises(BadSetting, match="begins at step 5 of another run's checkpoint, which is not"):
+        inspect_run([str(folder), "--verify"])
+
+
 def tampered(runs, name: str, tmp_path: Path, change) -> Path:
     """A copy in which change(records) has been at metrics.jsonl."""
     folder = tmp_path / "tampered"

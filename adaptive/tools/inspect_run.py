@@ -171,9 +171,6 @@ def told_verify(run: Run) -> int:
     from adaptive.tasks import load_task
     from adaptive.tools.verify import Wrong, verify
 
-    if run.train and run.starts and run.starts[0]["step"]:
-        begin = run.starts[0]["step"]
-        raise BadSetting(f"{run.folder} begins at step {begin} of another run's checkpoint; verify that run")
     task, n_rows = load_task(run.config.data.task), dict.fromkeys(sources(run.config.data), ENDLESS)
     if not run.config.data.streaming:
         task, _, datasets = load(run)

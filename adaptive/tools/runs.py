@@ -16,6 +16,7 @@ from typing import Any
 
 from adaptive.config import BadSetting, Config, parse
 from adaptive.plan import Interval, Lengths, Pick, StepPlan, exact
+from adaptive.state import RunState
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,22 @@ class Run:
     def starts(self) -> list[dict[str, Any]]:
         """{"step", "world_size", ...} of every start, in time; those of step 0 are fresh, others resumes."""
         return lines(self.folder / "starts.jsonl")
+
+    @cached_property
+    def begin(self) -> RunState | None:
+        """State at the checkpoint of another run that this one begins at; None of one from step 0.
+
+        BadSetting where that checkpoint is not there.
+        """
+        from adaptive.checkpoint import MANIFEST, state_at
+
+        if not self.starts or not self.starts[0]["step"]:
+            return None
+        path = Path(self.starts[0].get("from") or "")
+        if not (path / MANIFEST).is_file():
+            what = f"begins at step {self.starts[0]['step']} of another run's checkpoint"
+            raise BadSetting(f"{self.folder} {what}, which is not to be found; verify that run")
+        return state_at(path, json.loads((path / MANIFEST).read_text()), self.config)
 
     @cached_property
     def audits(self) -> dict[int, dict[int, dict[str, Any]]]:

@@ -8,6 +8,7 @@ To add one: a generator that yields sentences of what holds and raises `Wrong`, 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -32,6 +33,8 @@ def verify(run: Run, task: Any, n_rows: dict[str, int]) -> list[str]:
     if not run.train:
         raise Wrong("metrics.jsonl has no decision")
     told = [*counters(run), *positions(run, n_rows), *sizes(run, task, n_rows)]
+    if run.begin is not None:
+        told.insert(0, f"from step {run.begin.step:,} on, as {run.starts[0]['from']} was then")
     if not run.audits:
         return told
     return [*told, *(places(run) if ENDLESS in n_rows.values() else rows(run, n_rows))]
@@ -39,7 +42,8 @@ def verify(run: Run, task: Any, n_rows: dict[str, int]) -> list[str]:
 
 def counters(run: Run) -> Iterator[str]:
     """Steps count decisions, samples and updates add up."""
-    step = samples = updates = 0
+    begin = run.begin or RunState()
+    step, samples, updates = begin.step, begin.samples, begin.updates
     for record in run.train:
         step, samples, updates = (
             step + 1, samples + record["batch_size"], updates + (record["skipped"] is None)
@@ -51,11 +55,11 @@ def counters(run: Run) -> Iterator[str]:
 
 
 def positions(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
-    """Each source's intervals follow one another from 0 without gap or overlap, so each epoch has every
-    position once; with --epoch_end drop the rest of an epoch may be left out.
+    """Each source's intervals follow one another from the beginning without gap or overlap, so each epoch has
+    every position once; with --epoch_end drop the rest of an epoch may be left out.
     """
-    cursor = dict.fromkeys(n_rows, 0)
-    dropped = 0
+    first = dict.fromkeys(n_rows, 0) | (run.begin.cursor if run.begin else {})
+    cursor, dropped = dict(first), 0
     for record in run.train:
         if sum(stop - start for _, start, stop in record["positions"]) != record["batch_size"]:
             raise Wrong(f"step {record['step']}: its positions are not {record['batch_size']} samples")
@@ -74,9 +78,9 @@ def positions(run: Run, n_rows: dict[str, int]) -> Iterator[str]:
             raise Wrong(f"step {record['step']} draws position {early[0]:,}, which has not arrived yet")
     once = "into the reservoir once" if _reservoir(run) else "once"
     for source, stop in cursor.items():
-        whole, rest = divmod(stop, n_rows[source])
+        whole, rest = divmod(stop - first[source], n_rows[source])
         epochs = "of a stream" if n_rows[source] == ENDLESS else f"{whole} whole epochs and {rest:,} samples"
-        yield f"{source}: every position from 0 to {stop:,} {once} ({epochs})"
+        yield f"{source}: every position from {first[source]:,} to {stop:,} {once} ({epochs})"
     if dropped:
         yield f"{dropped:,} samples at the ends of epochs dropped, as --epoch_end drop says"
 
@@ -87,7 +91,7 @@ def _reservoir(run: Run) -> bool:
 
 def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
     """The sizes asked for are what the schedule answers, the sizes run are what the carry makes of them."""
-    again, carry = Again(run, task, n_rows), Fraction(0)
+    again, carry = Again(run, task, n_rows), sum(run.begin.carry.values() if run.begin else (), Fraction(0))
     drawn = run.config.batch.participation == "bernoulli"
     for record in run.train:
         target, n = again.target(record) or exact(record["target_batch_size"]), _taken(record)
@@ -168,7 +172,9 @@ class Again:
             self.said = f"{self.text} was not asked again: the records have no {', '.join(sorted(missing))}"
             return
         self.schedule = schedule
-        self.state = RunState.fresh(list(n_rows), self._first_processes(), first_size(schedule, self.batch))
+        first = RunState.fresh(list(n_rows), self._first_processes(), first_size(schedule, self.batch))
+        self.state = copy.deepcopy(run.begin) or first
+        schedule.load_state_dict(self.state.schedule)
 
     def _first_processes(self) -> int:
         """W of the first start, the unit of per-device sizes: from the first size, which is in samples."""
