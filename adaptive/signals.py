@@ -239,8 +239,7 @@ def after_step(
     if measured and measured.memory_usage is not None:
         seen["memory_usage"] = measured.memory_usage
     if measured and measured.passes:
-        if not record["skipped"]:
-            _learn_noise(state, record, measured, config.batch.noise_half_life)
+        _learn_noise(state, record, measured, config.batch.noise_half_life)
         record["invalid_measurements"] = state.invalid
 
 
@@ -259,8 +258,10 @@ def _learn_sources(seen: dict, plan: Any, measured: Measured, new_sources: tuple
 
 def _learn_noise(state: Any, record: dict[str, Any], measured: Measured, half_life: float) -> None:
     pass_square, inverse_size, n, weight = measured.passes
-    square = (measured.grad_norm / weight) ** 2  # of the mean gradient
-    parts = noise_scale.estimate(square, pass_square, inverse_size, n)
+    parts = None
+    if not record["skipped"]:
+        square = (measured.grad_norm / weight) ** 2  # of the mean gradient
+        parts = noise_scale.estimate(square, pass_square, inverse_size, n)
     if parts is None:
         state.invalid += 1
         return
