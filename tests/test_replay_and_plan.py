@@ -21,6 +21,7 @@ from adaptive.plan import Lengths, exact, plan_step
 from adaptive.schedules import load_schedule, parse_schedule
 
 KNOWN = f"{Path(__file__).parent / 'test_noise_scale.py'}:Known"
+MIXED = f"{Path(__file__).parent / 'test_mixing.py'}:Mixed"
 WILD = f"{Path(__file__).parent / 'distributed' / 'material.py'}:wild"
 QUIET = [
     "--task", KNOWN, "--optim", "sgd", "--learning_rate", "1e-3", "--report_to", "none", "--eval_every",
@@ -141,6 +142,32 @@ def test_a_replayed_run_is_the_run(tmp_path):
     assert len({r["target_batch_size"] for r in one}) > 2, "nothing was decided"
     assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-12)
     assert "noise_scale" in one[0] and "noise_scale" not in two[0]
+
+
+@pytest.mark.parametrize("sized", [["--source_sizes", "3.5", "2.7"], []], ids=["targets", "realised"])
+def test_a_run_with_sources_is_replayed(tmp_path, sized):
+    """Sizes of its own for each source, 0 at times; or 7 split by rows, 13 to 29, whose parts no decimal
+    number says: at step 6 a carry would fall short of 1. The same positions in either, and where the targets
+    lead there the same losses; the replay is given other --source_sizes, which have no say.
+
+    Mutations: the first decision split by the flags; the sum of the sources alone (other positions).
+    """
+    both = ["--task", MIXED, "--dataset_name", "a", "b", "--num_train_epochs", "3", "--lr_scaling", "none"]
+    own = f"{MIXED.partition(':')[0]}:by_source" if sized else "constant()"
+    one = run(tmp_path / "one", *both, *sized, "--batch_size", "7", "--schedule", own)
+    again = ["--schedule", f"replay('{tmp_path / 'one'}')", "--source_sizes", "1", "5"]
+    two = run(tmp_path / "two", *both, *again)
+    ran = [r for r in one if r["batch_size"]]
+    assert [r["positions"] for r in two if r["batch_size"]] == [r["positions"] for r in ran]
+    assert len({r["batch_size/b"] for r in ran}) > 1
+    if sized:
+        same = ("step", "target_batch_size/a", "target_batch_size/b", "carry", "weight/b")
+        assert [[r[name] for name in same] for r in two] == [[r[name] for name in same] for r in one]
+        assert [r["loss"] for r in two] == pytest.approx([r["loss"] for r in one], rel=1e-12)
+    else:
+        assert {r["carry"] for r in two} == {0}, "realised sizes"
+    planned = train.main(parse([*QUIET, *both, *again, "--output_dir", str(tmp_path / "no"), "--dry_run"]))
+    assert (planned.step, planned.samples) == (len(two), two[-1]["samples"])
 
 
 # Dry run

@@ -78,8 +78,8 @@ class Schedule:
         return self.function(*by_place, **given)
 
     @property
-    def start(self) -> float | None:
-        """First size of a schedule that decides it itself, else None."""
+    def start(self) -> float | dict[str, float] | None:
+        """First size, or {source: size}, of a schedule that decides it itself, else None."""
         return getattr(self.owner, "start", None)
 
     @property
@@ -144,7 +144,8 @@ def first_size(schedule: Schedule, batch: Batch) -> float:
     if schedule.start is None:
         size = float(sum(map(exact, batch.source_sizes))) or 8.0 if asked is None else asked
     else:
-        size = checked(schedule.start, schedule.name, 1)
+        start = schedule.start
+        size = checked(sum(start.values()) if isinstance(start, dict) else start, schedule.name, 1)
         if asked is not None and asked != size:
             warn(f"the schedule {schedule.name} starts at {size:g}, not at {asked:g}")
     if batch.per_device_train_batch_size is None:
@@ -251,10 +252,10 @@ def decide(
 
     {"size": in the schedule's unit, "target": G as "p/q", "sizes" and "targets": the same by source,
     "clamped": why the schedule's own answer was not taken, "schedule": its memory, "seconds": `seconds`}.
-    Decision 1 uses the initial size.
+    Decision 1 uses the initial size, split as the schedule says where it starts with {source: size}.
     """
     step = state.step + 1
-    answer: Any = state.initial_size
+    answer: Any = schedule.start if isinstance(schedule.start, dict) else state.initial_size
     if state.step:
         signals = signals | {"size_unit": float(global_size(1.0, batch, state.world_size))}
         try:
@@ -273,7 +274,7 @@ def decide(
             f"the schedule {schedule.name} returned {size:g} at step {step}: with --fraction accumulate "
             "it is the share of an update that one pass is; write --max_batch_size 1, or another schedule"
         )
-    target = global_size(size, batch, state.world_size)
+    target = global_size(sum(parts.values()) if parts and not clamped else size, batch, state.world_size)
     rows = sum(lengths.sources.values())
     if len(lengths.sources) == 1 and target > rows:
         target, clamped = Fraction(rows), f"the dataset's {rows} rows"

@@ -108,10 +108,11 @@ class cosine(ramp):  # noqa: N801
 class replay:  # noqa: N801
     """The sizes of another run again, step by step: what a feedback schedule decided, without its feedback.
 
-    Reads RUN_DIR/metrics.jsonl, written by any number of processes. The recorded targets are asked for, so
-    that the same rounding gives the same realised sizes, weights included; where they alone do not lead
-    there (sizes drawn by --participation), the realised sizes are asked for, without the empty steps. After
-    the last recorded step its size stays, with a warning.
+    Reads RUN_DIR/metrics.jsonl, written by any number of processes. The recorded targets are asked for, of
+    each source where there are several, so that the same rounding gives the same realised sizes, weights
+    included; where they alone do not lead there (sizes drawn by --participation, shares that no decimal
+    number says), the realised sizes are asked for, without the empty steps. After the last recorded step its
+    size stays, with a warning.
     """
 
     needs = {"per_device_train_batch_size": None}  # noqa: RUF012 (records are global)
@@ -119,11 +120,12 @@ class replay:  # noqa: N801
     def __init__(self, run_dir: str):
         self.run_dir = run_dir
         records = _train_records(Path(run_dir))
-        targets = [record["target_batch_size"] for record in records]
-        realised = [record["batch_size"] for record in records if record["batch_size"]]
-        self.sizes = [float(size) for size in (targets if _round_to(records) else realised)]
+        targets = [_by_source(record, "target_batch_size") for record in records]
+        realised = [_by_source(record, "batch_size") for record in records if record["batch_size"]]
         if not realised:
             raise ValueError(f"no step of {run_dir} ran a sample; nothing to replay")
+        sizes = targets if _round_to(records) else realised
+        self.sizes = [size if len(size) > 1 else size[""] for size in sizes]
 
     def __call__(self, step):
         if step == len(self.sizes):
@@ -136,7 +138,7 @@ class replay:  # noqa: N801
 
 
 def _train_records(folder: Path) -> list[dict]:
-    """Of every step of a run with one source; a line that a kill cut short does not count."""
+    """Of every step of a run; a line that a kill cut short does not count."""
     try:
         lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     except (OSError, UnicodeDecodeError):
@@ -147,7 +149,6 @@ def _train_records(folder: Path) -> list[dict]:
         parsed = [json.loads(line) for line in lines if line.endswith("\n")]
         records = [record for record in parsed if record["kind"] == "train"]
         steps = [record["step"] for record in records]
-        several = any(len({place[0] for place in record["positions"]}) > 1 for record in records)
         sound = all(record["target_batch_size"] > 0 and record["batch_size"] >= 0 for record in records)
     except (ValueError, KeyError, TypeError, IndexError):
         steps, sound = [], False
@@ -156,18 +157,24 @@ def _train_records(folder: Path) -> list[dict]:
     if not steps or steps != list(range(1, len(steps) + 1)):
         told = f"{len(steps)} of them, not all from 1 on" if steps else "none"
         raise ValueError(f"{folder}/metrics.jsonl has not the steps of a whole run ({told})")
-    if several:
-        raise ValueError(f"{folder} has several sources; replay knows one size a step")
     return records
+
+
+def _by_source(record: dict, name: str) -> dict[str, float]:
+    """{source: its part of the field `name`}; the only one is called ""."""
+    parts = {field.partition("/")[2]: field for field in record if field.startswith(f"{name}/")}
+    return {source: float(record[field]) for source, field in (parts or {"": name}).items()}
 
 
 def _round_to(records: list[dict]) -> bool:
     """Whether carrying the rest from step to step leads from the targets to the realised sizes."""
-    carry = Fraction(0)
+    carry: dict[str, Fraction] = {}
     for record in records:
-        carry += exact(record["target_batch_size"])
-        n = carry // 1
-        if record["batch_size"] > n or (record["batch_size"] < n and record["carry"]):
-            return False
-        carry = Fraction(0) if record["batch_size"] < n else carry - n
+        ran = _by_source(record, "batch_size")
+        for source, size in _by_source(record, "target_batch_size").items():
+            total = carry.get(source, Fraction(0)) + exact(size)
+            n = total // 1
+            if ran[source] > n or (ran[source] < n and record["carry"]):
+                return False
+            carry[source] = Fraction(0) if ran[source] < n else total - n
     return True
