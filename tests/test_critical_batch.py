@@ -153,6 +153,16 @@ def test_a_candidate_gives_up_only_on_a_fresh_evaluation(monkeypatch):
     assert size(230, 0.9) == 8.0 and len(raised) == 1, "asked twice, a signal would leave at once"
 
 
+def test_a_candidate_remembers_the_evaluation_it_has_judged():
+    """Mutation: `seen` left out of its memory: after a resume that evaluation is held to a later bound."""
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    one, other = (candidate(size=8, bounds=[[100, 2.0], [200, 1.0]]) for _ in range(2))
+    assert one(120, 1.5) == 8.0 and not one.lost
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    assert other(220, 1.5) == 8.0 and not other.lost
+    assert other(230, 1.4) == 8.0 and other.lost
+
+
 def test_bounds_follow_the_best_of_the_second_half():
     rivals = [[[100, 9.0], [600, 3.0], [800, 4.0], [1000, 1.0]], [[600, 2.0], [900, 1.0]]]
     assert bounds(rivals, 1000, 0, lambda x: x + 0.1) == [[600, 2.1], [800, 2.1], [900, 1.1]]
