@@ -373,7 +373,9 @@ def made(function, sources: dict[str, int], batch: Batch | None = None, step: in
 
 
 def test_numbers_are_split_and_mappings_are_taken():
-    """Mutations: split by --source_weights instead of sizes; max_batch_size on each source, not the sum."""
+    """Mutations: split by --source_weights instead of sizes; max_batch_size on each source, not the sum;
+    parts scaled to their sum as a float.
+    """
     two = {"a": 30, "b": 10}
     assert made(half, two)["targets"] == {"a": "6", "b": "2"}, "by rows"
     sized = Batch(batch_size=8, source_sizes=(0.7, 1.3))
@@ -382,6 +384,8 @@ def test_numbers_are_split_and_mappings_are_taken():
     answer = lambda step, current_size: {"a": 0.3, "b": 2}  # noqa: E731
     taken = made(answer, two)
     assert (taken["size"], taken["target"], taken["targets"]) == (2.3, "23/10", {"a": "3/10", "b": "2"})
+    thirds = made(lambda step, current_size: {"a": 1 / 3, "b": 2.7}, two)  # whose sum is no float
+    assert thirds["targets"] == {"a": str(exact(1 / 3)), "b": "27/10"}, "as they were returned"
     held = made(answer, two, Batch(batch_size=8, max_batch_size=1.15))
     assert held["targets"] == {"a": "3/20", "b": "1"} and "--max_batch_size" in held["clamped"]
     per_device = made(answer, two, Batch(per_device_train_batch_size=1))
