@@ -37,7 +37,8 @@ VARIANTS = {  # name -> signals in use
     "noise_scale (and the others of its passes)": SIGNALS,
     "noise_scale, at a step not measured": SIGNALS,
     "memory_usage": {"memory_usage"},
-    "all": SIGNALS | {"memory_usage"},
+    "difficulty": {"difficulty"},
+    "all": SIGNALS | {"memory_usage", "difficulty"},
 }
 
 

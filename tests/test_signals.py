@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from launching import records
-from test_gradient import QUIET, alone, reset  # noqa: F401 (a fixture)
+from test_gradient import QUIET, Tiny, alone, reset  # noqa: F401 (a fixture)
 
 import train
 from adaptive.config import parse
@@ -75,3 +76,31 @@ def test_a_step_reads_the_device_once(tmp_path, monkeypatch, flags, by):
     for record in records(tmp_path):
         right += ["backward"] * record["passes"] + ["read", "sum", "update"]
     assert len(right) > 8 * 4 and events[: len(right)] == right
+
+
+class Hints(Tiny):
+    """With a signal of its own: 3, 4, nothing yet, no number, infinity, and 5 from then on."""
+
+    def load(self, config):
+        self.hints = [3, 4.0, None, math.nan, math.inf]
+        return super().load(config)
+
+    def signals(self):
+        return {"hint": self.hints.pop(0) if getattr(self, "hints", None) else 5.0}
+
+
+def follow(hint):
+    return hint
+
+
+def test_a_tasks_signal_that_is_no_number_is_no_measurement(tmp_path):
+    """The size stays where the hint is None, NaN or infinity; the last two are counted.
+
+    Mutations: NaN handed on (the run ends: "returned nan"); not counted.
+    """
+    flags = ["--task", f"{__file__}:Hints", "--schedule", f"{__file__}:follow", "--batch_size", "2"]
+    reset()
+    train.main(parse([*QUIET, *flags, "--max_steps", "6", "--output_dir", str(tmp_path)]))
+    told = records(tmp_path)
+    assert [record["target_batch_size"] for record in told] == [2, 4, 4, 4, 4, 5]
+    assert [record.get("invalid_measurements") for record in told] == [None, None, None, 1, 2, 2]
