@@ -159,9 +159,8 @@ def test_killed_until_it_completes(name, tmp_path):
     while starting, with SIGTERM to a random rank among them: rows, records and weights are bit-identical to
     the undisturbed run's, with dropout, empty steps and a schedule that remembers.
 
-    Mutations: metrics not cut back when no checkpoint is there yet (doubles); the rename before the files are
-    written; Engine.seed in the first step only (other masks); `evaluated_at` not in the state (an evaluation
-    twice when the kill hits the last checkpoint).
+    Mutations: the rename before the files are written; Engine.seed in the first step only (other masks). What
+    depends on the very moment of a kill is in test_checkpoint_faults.py.
     """
     processes, moments, n_stops = PLANS[name]
     draw, folder, calm = random.Random(7), tmp_path / "run", tmp_path / "calm"
