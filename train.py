@@ -90,8 +90,7 @@ def main(config: Config) -> RunState:
             # Decide: rank 0 calls the schedule, every process gets the same exact number.
             before = state.counters()
             factor = decay(lengths.progress(state.cursor, state.samples, state.step))
-            seen = signals.before_step(state, engine.world_size, factor)
-            seen |= signals.of_task(state, task.signals())
+            seen = signals.before_step(state, engine.world_size, factor) | task.signals()
             question = partial(decide, schedule, state, seen, config.batch, lengths, engine.seconds())
             decision = engine.from_rank0(question)
             plan = plan_with(config, decision, state, lengths)

@@ -82,7 +82,7 @@ class Report:
     ) -> None:  # fmt: skip
         self.config, self.total_samples, self.wandb_run_id = config, total_samples, run_id
         self.is_main = accelerator.is_main_process
-        self.settings = config.flat() | {"world_size": int(os.environ.get("WORLD_SIZE", "1"))}  # for trackers
+        self.settings = config.flat() | {"world_size": accelerator.num_processes}  # for trackers
         self.folder = Path(config.run.output_dir)
         self.every = Every.parse(config.output.log_every, "log_every")
         # A copy: the caller's state moves on while we still need where it was.

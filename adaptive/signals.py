@@ -216,13 +216,6 @@ def before_step(state: Any, world_size: int, lr_decay: float) -> dict[str, Any]:
     }
 
 
-def of_task(state: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """A task's own signals, without those that are no finite number: no measurements, and counted."""
-    wrong = {name for name, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
-    state.invalid += len(wrong)
-    return {name: None if name in wrong else value for name, value in values.items()}
-
-
 def after_step(
     state: Any, plan: Any, lengths: Any, record: dict[str, Any], measured: Measured | None, before: float,
     config: Config,

@@ -100,6 +100,7 @@ class RunState:
         self.cursor, self.carry = plan.cursor, plan.carry
         self.size, self.schedule = decision["size"], decision["schedule"]
         self.sizes = decision.get("sizes", self.sizes)
+        self.invalid += decision.get("invalid", 0)
         self.reservoir = plan.reservoir or self.reservoir
         self.seconds = measured.seconds if measured else decision["seconds"]
         if measured:

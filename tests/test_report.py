@@ -42,7 +42,7 @@ def alone(monkeypatch, tmp_path):
         sys.modules["wandb"].teardown()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def accelerator():
     return Accelerator(cpu=True)
 
@@ -446,7 +446,7 @@ def test_a_missing_tracker_is_a_bad_setting_on_every_process(tmp_path, accelerat
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "tensorboard", raising=False)
     (tmp_path / "tensorboard").mkdir()
-    for process in (accelerator, SimpleNamespace(is_main_process=False)):
+    for process in (accelerator, SimpleNamespace(is_main_process=False, num_processes=2)):
         with pytest.raises(BadSetting, match="pip install tensorboard"):
             Report(settings(tmp_path / "run", report_to="tensorboard"), process, 100)
 
@@ -590,7 +590,7 @@ def test_other_ranks_do_nothing(tmp_path):
         from adaptive.config import parse
         from adaptive.report import Report
         config = parse(["--output_dir", {str(tmp_path / "run")!r}, "--report_to", "wandb"])
-        with Report(config, SimpleNamespace(is_main_process=False), 100) as report:
+        with Report(config, SimpleNamespace(is_main_process=False, num_processes=2), 100) as report:
             report.train({{"step": 1}}); report.eval({{}}); report.say("x"); report.warn("x")
         report.close()
         assert not {{"wandb", "rich.progress", "rich.live"}} & set(sys.modules), "imported"

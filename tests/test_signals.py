@@ -96,7 +96,8 @@ def follow(hint):
 def test_a_tasks_signal_that_is_no_number_is_no_measurement(tmp_path):
     """The size stays where the hint is None, NaN or infinity; the last two are counted.
 
-    Mutations: NaN handed on (the run ends: "returned nan"); not counted.
+    Mutations: NaN handed on (the run ends: "returned nan"); not counted; counted where the data is over, and
+    again when a longer run goes on from there.
     """
     flags = ["--task", f"{__file__}:Hints", "--schedule", f"{__file__}:follow", "--batch_size", "2"]
     reset()
@@ -104,3 +105,18 @@ def test_a_tasks_signal_that_is_no_number_is_no_measurement(tmp_path):
     told = records(tmp_path)
     assert [record["target_batch_size"] for record in told] == [2, 4, 4, 4, 4, 5]
     assert [record.get("invalid_measurements") for record in told] == [None, None, None, 1, 2, 2]
+
+
+class Lost(Tiny):
+    """Its signal is always NaN."""
+
+    def signals(self):
+        return {"hint": math.nan}
+
+
+def test_no_measurement_is_counted_by_a_decision_that_is_no_step(tmp_path):
+    """Mutation: counted before the plan says that the data is over."""
+    flags = [*QUIET, "--task", f"{__file__}:Lost", "--schedule", f"{__file__}:follow", "--batch_size", "8"]
+    reset()
+    state = train.main(parse([*flags, "--output_dir", str(tmp_path)]))
+    assert state.invalid == state.step - 1 > 1

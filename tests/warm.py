@@ -138,7 +138,7 @@ class Nursery:
 
 def run(arguments: list[str]) -> None:
     """As `python arguments` does."""
-    while arguments[0] in ("-u",):
+    if arguments[0] == "-u":
         arguments = arguments[1:]
         sys.stdout.reconfigure(write_through=True)
     sys.path[1:1] = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]

@@ -251,15 +251,16 @@ def decide(
     """The size of the next step, in JSON values that every rank can be sent; called on rank 0 only.
 
     {"size": in the schedule's unit, "target": G as "p/q", "sizes" and "targets": the same by source,
-    "clamped": why the schedule's own answer was not taken, "schedule": its memory, "seconds": `seconds`}.
+    "clamped": why the schedule's own answer was not taken, "schedule": its memory, "seconds": `seconds`,
+    "invalid": how many of the signals it names were NaN or infinite, which is None to it}.
     Decision 1 uses the initial size, split as the schedule says where it starts with {source: size}.
     """
-    step = state.step + 1
+    step, invalid = state.step + 1, _invalid(schedule, signals) if state.step else {}
     answer: Any = schedule.start if isinstance(schedule.start, dict) else state.initial_size
     if state.step:
-        signals = signals | {"size_unit": float(global_size(1.0, batch, state.world_size))}
+        unit = float(global_size(1.0, batch, state.world_size))
         try:
-            answer = schedule.call(signals, otherwise=state.size)
+            answer = schedule.call(signals | invalid | {"size_unit": unit}, otherwise=state.size)
         except (Exception, SystemExit) as error:
             raise BadSetting(
                 f"the schedule {schedule.name} failed at step {step}: {described(error)}"
@@ -292,7 +293,14 @@ def decide(
         "clamped": clamped,
         "schedule": remembered(schedule, step),
         "seconds": seconds,
+        "invalid": len(invalid),
     }
+
+
+def _invalid(schedule: Schedule, signals: dict[str, Any]) -> dict[str, None]:
+    """{name: None} of the signals that are no finite number, as a task's own may be: no measurements."""
+    named = {name: signals.get(name) for name in schedule.signals}
+    return {k: None for k, v in named.items() if isinstance(v, float) and not math.isfinite(v)}
 
 
 def remembered(schedule: Schedule, step: int) -> Any:
