@@ -155,24 +155,26 @@ def gradient(
     micro, by_tokens, rows = batch.micro_batch_size, batch.normalize_by == "tokens", own.rows
     starts = range(0, passes(own.size, engine.world_size, micro) * micro, micro)
     batches = [task.collate(rows[at : at + micro] or [idle_row()]) for at in starts]
-    items = [task.items(b) * (at < len(rows)) for b, at in zip(batches, starts, strict=True)]  # (rows,) each
-    totals = engine.open_step(batches, own.group_totals(items) if by_tokens else None)
+    counts = [task.items(b).tolist() for b in batches]  # of each row
+    own.items = [n for count in counts for n in count][: len(rows)]  # those beyond are of idle passes
+    totals = engine.open_step(batches, own.group_totals() if by_tokens else None)
 
     losses, scales = [], None
     with engine.passes():
         batches = task.before_passes(engine, batches, own)  # for losses that couple the samples of a step
-        for at, passed, count in zip(starts, batches, items, strict=True):
+        for at, passed, count in zip(starts, batches, counts, strict=True):
             with engine.pass_(last=at == starts[-1], idle=at >= len(rows)):
-                sums = task.loss_sum(engine.model, engine.to_device(passed, micro))[: len(count)]  # (rows,)
-                scales = scales or own.loss_scales(items, totals(), engine.world_size)
-                engine.backward((sums * scales[at // micro].to(sums, non_blocking=True)).sum())
-            engine.norms.close_pass(count, scales[at // micro], engine)
+                sums = task.loss_sum(engine.model, engine.to_device(passed, micro))  # (rows,)
+                sums = sums[: len(count)] if len(sums) > len(count) else sums  # padded, if compiled
+                scales = scales or own.loss_scales(totals(), engine.world_size, [*map(len, counts)])
+                engine.backward(sums.dot(scales[at // micro].to(sums, non_blocking=True)))
+            engine.norms.close_pass(own.items[at : at + micro], scales[at // micro], engine)
             losses.append(sums.detach())
     if not engine.reduce_gradient():
         return None
 
     padding = [task.token_counts(b) for b, at in zip(batches, starts, strict=True) if at < len(rows)]
-    return signals.Measured.reduce(engine, own, losses, items, by_tokens, padding)
+    return signals.Measured.reduce(engine, own, losses, by_tokens, padding)
 
 
 def update(engine: Engine, measured: signals.Measured, learning_rate: float, moment=None) -> str | None:

@@ -315,7 +315,7 @@ class Engine(Agreement):
                 hook.remove()
 
     def _pass(self, last: bool) -> contextlib.AbstractContextManager:
-        if last and not self.apart:
+        if last and not self.apart or self.world_size == 1:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(self.model)
 
@@ -723,8 +723,8 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), dtype=torch.float64).square()
+    norms = torch.stack([n.to(device) for n in torch._foreach_norm(gradients)]).double()
+    return norms.dot(norms)
 
 
 class _Holding(TorchDispatchMode):

@@ -62,28 +62,25 @@ class PassNorms:
         square = torch.linalg.vector_norm(gradient.detach(), dtype=kind).double().square()
         self._square = square if self._square is None else self._square + square
 
-    def close_pass(self, items: torch.Tensor, scales: torch.Tensor, engine: Any) -> None:
-        """After a backward; `items` (rows,) supervised, all 0 in an idle pass; `scales` (rows,) on their
+    def close_pass(self, items: list[int], scales: torch.Tensor, engine: Any) -> None:
+        """After a backward; `items` (rows,) supervised, none in an idle pass; `scales` (rows,) on their
         losses.
         """
         if not self.on:
             return
-        samples, square = int((items > 0).sum()), self._square
+        samples, square = sum(n > 0 for n in items), self._square
         self._square = None
-        weight = float((scales * items).sum()) / engine.world_size
+        scaled = sum(scale * n for scale, n in zip(scales.tolist(), items, strict=False))
+        weight = scaled / engine.world_size
         factor = engine.world_size * engine.loss_scale  # what the loss was multiplied by beside
         if square is not None and weight:
             self.squares.append(square / (weight * factor) ** 2)
             passed = (1 / samples, 1, samples, weight)
             self.sums = [a + b for a, b in zip(self.sums, passed, strict=True)]
 
-    def total(self, device: torch.device) -> torch.Tensor:
-        """Sum of |g_k|^2 over this process's passes, an fp64 scalar on the device."""
-        return (
-            torch.stack(self.squares).sum()
-            if self.squares
-            else torch.zeros((), dtype=torch.float64, device=device)
-        )
+    def total(self) -> list[torch.Tensor]:
+        """[sum of |g_k|^2 over this process's passes], an fp64 scalar on the device; [] without one."""
+        return [torch.stack(self.squares).sum()] if self.squares else []
 
 
 def estimate(square: float, pass_square: float, inverse_size: float, n: int) -> tuple[float, float] | None:

@@ -9,6 +9,7 @@ add one: a policy for the end of an epoch is a branch of `_cut`.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -55,12 +56,17 @@ class StepPlan:
     picks: tuple[Pick, ...] | None = None  # what is trained on instead of the intervals, by source
     reservoir: dict[str, list] | None = None  # source -> slots after the step
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """n, the realised size: samples over all processes."""
         return sum(map(len, self.intervals)) if self.picks is None else len(self.picks)
 
-    @property
+    @functools.cached_property
+    def asked(self) -> Fraction:
+        """G over all sources."""
+        return sum(self.target.values(), Fraction(0))
+
+    @functools.cached_property
     def counts(self) -> dict[str, int]:
         """n_s: source -> samples of the step over all processes; every source of the run is there."""
         counts = dict.fromkeys(self.target, 0)
@@ -176,8 +182,9 @@ def _whole(target, carry, drawn) -> tuple[dict[str, int], dict[str, Fraction]]:
     """(samples of each source, its carry after the step): rounded by error diffusion, unless drawn."""
     if drawn is not None:
         return drawn, carry
-    wanted = {source: (carry[source] + size) // 1 for source, size in target.items()}
-    return wanted, {s: _rounded(carry[s] + size - wanted[s]) for s, size in target.items()}
+    due = {source: carry[source] + size for source, size in target.items()}
+    wanted = {source: math.floor(size) for source, size in due.items()}
+    return wanted, {source: _rounded(size - wanted[source]) for source, size in due.items()}
 
 
 def _cut(target, cursor, carry, lengths, epoch_end, consumed, drawn) -> StepPlan | None:

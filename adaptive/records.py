@@ -92,7 +92,7 @@ def train_record(
     return {
         "kind": "train",
         **counters(state, lengths),
-        "target_batch_size": float(sum(plan.target.values())),
+        "target_batch_size": float(plan.asked),
         "batch_size": plan.size,
         "carry": float(sum(plan.carry.values())),
         "positions": [[i.source, i.start, i.stop] for i in plan.intervals]

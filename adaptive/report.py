@@ -25,6 +25,8 @@ from adaptive.config import BadSetting, Config, Every
 from adaptive.console import COLUMNS, HEADER_EVERY, Screen, show
 from adaptive.trackers import COUNTERS, TRACKERS
 
+ENCODE = json.JSONEncoder(allow_nan=False).encode
+
 
 def _plain(value: Any) -> Any:
     """JSON has no NaN and no infinity: null instead; numbers of any library become Python's own."""
@@ -40,6 +42,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if math.isfinite(value) else None
+
+
+def _encoded(record: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """The record in plain values, and its line in metrics.jsonl."""
+    try:
+        line = ENCODE(record)  # plain already, as a rule
+    except (TypeError, ValueError):
+        record = _plain(record)
+        line = ENCODE(record)
+    return record, line.encode() + b"\n"
 
 
 class Window:
@@ -157,8 +169,8 @@ class Report:
         if not self.is_main:
             return
         with self._guard("train record"):
-            record = {"kind": "train", **_plain(record)}
-            self._write(record)
+            record, line = _encoded({"kind": "train", **record})
+            self._write(line)
             self.window.add(record)
             due = self.every.due(self.last, record)
             self.last = record
@@ -176,8 +188,8 @@ class Report:
         if not self.is_main:
             return
         with self._guard("eval record"):
-            record = {"kind": "eval", **_plain(record)}
-            self._write(record)
+            record, line = _encoded({"kind": "eval", **record})
+            self._write(line)
             self._remember(record)
             values = {name: value for name, value in record.items() if name.startswith("eval_")}
             told = [f"{k} {show(v, '.4f' if isinstance(v, float) else '')}" for k, v in values.items()]
@@ -229,11 +241,10 @@ class Report:
                 told = " ".join(f"{type(error).__name__}: {error}".split())
                 self.warn(f"{part} failed ({told}); training goes on without it")
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, line: bytes) -> None:
         """One line, whole or not at all: a full disk tears none, and is tried again with the next record."""
         size = os.fstat(self.file.fileno()).st_size
         with self._guard("metrics.jsonl"):
-            line = json.dumps(record, allow_nan=False).encode() + b"\n"
             try:
                 if self.file.write(line) != len(line):
                     raise OSError("the disk took a part of the line only")

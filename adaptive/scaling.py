@@ -79,7 +79,7 @@ from adaptive.schedules.literal import parse_call
 
 def mean_size(plan: StepPlan) -> Fraction:
     """M of equation (2): the size the step stands for, in samples over all processes."""
-    return Fraction(max(plan.size, 1)) if plan.cut else max(sum(plan.target.values()), Fraction(1))
+    return Fraction(max(plan.size, 1)) if plan.cut else max(plan.asked, Fraction(1))
 
 
 def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
@@ -91,7 +91,7 @@ def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
     if batch.fractional_scaling == "realized":
         return 1 / plan.size
     if batch.fractional_scaling == "ceil":
-        asked = plan.size if plan.cut else sum(plan.target.values())
+        asked = plan.size if plan.cut else plan.asked
         return 1 / (world_size * math.ceil(asked / world_size))
     return float(1 / mean_size(plan))
 

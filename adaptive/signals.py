@@ -82,19 +82,16 @@ class Measured:
     suspects: list[tuple[int, int, float]] = field(default_factory=list)  # of a step that is not finite
 
     @classmethod
-    def reduce(
-        cls, engine: Any, own: Any, losses: list, items: list, by_tokens: bool, padding: list
-    ) -> Measured:
+    def reduce(cls, engine: Any, own: Any, losses: list, by_tokens: bool, padding: list) -> Measured:
         """What this rank ran -> Measured, in one fp64 all-reduce and one host read of the device.
 
-        own: what it trained on (data.Share). losses, items: of each pass (rows,), sums over a sample's
-        supervised items, and their number. padding: (input, padding) tokens of each real pass.
+        own: what it trained on (data.Share). losses: of each pass (rows,), sums over a sample's supervised
+        items. padding: (input, padding) tokens of each real pass.
         """
-        norms, (weighing, sums) = engine.norms, _source_sums(own, losses, items, by_tokens)
-        difficulty = _difficulty(own, losses, items) if "difficulty" in engine.wanted else []
-        own_square, own_passes, *read = engine.read(
-            engine.squared_norm(), norms.total(engine.device), *sums, *difficulty[:1]
-        )
+        norms, (weighing, sums) = engine.norms, _source_sums(own, losses, by_tokens)
+        difficulty = _difficulty(own, losses) if "difficulty" in engine.wanted else []
+        own_square, *read = engine.read(engine.squared_norm(), *sums, *difficulty[:1], *norms.total())
+        own_passes = read.pop() if norms.squares else 0.0
         if not engine.sharded:  # every rank holds the whole gradient
             own_square /= engine.world_size
         inputs, padded = (sum(counts) for counts in zip(*padding, strict=True)) if padding else (0, 0)
@@ -103,8 +100,7 @@ class Measured:
         if "memory_usage" in engine.wanted:  # a maximum, through a sum: one place for each rank
             slots = [0.0] * engine.world_size
             slots[engine.rank] = engine.memory_usage()
-        n_own = sum(weighing) if by_tokens else sum(int(count.sum()) for count in items)
-        sent = [own_square, n_own, inputs, padded, clock, engine.stop_asked, own_passes, *norms.sums]
+        sent = [own_square, sum(own.items), inputs, padded, clock, engine.stop_asked, own_passes, *norms.sums]
         sent += [*weighing, *read, *difficulty[1:], *slots]
         square, n_items, inputs, padded, seconds, stops, *rest = engine.sum(sent)
         (pass_square, inverse, n, samples, total), rest = rest[:5], rest[5:]
@@ -134,29 +130,33 @@ def _mean(total: float, count: float) -> float | None:
     return total / count if count and math.isfinite(total) else None
 
 
-def _source_sums(
-    own: Any, losses: list, items: list, by_tokens: bool
-) -> tuple[list[int], list[torch.Tensor]]:
+def _source_sums(own: Any, losses: list, by_tokens: bool) -> tuple[list[int], list[torch.Tensor]]:
     """This rank's (weight of the loss, sum of losses on the device), each by source."""
-    n, parts = len(own.rows), list(own.counts.values())
-    counts, sums = torch.cat(items)[:n], torch.cat(losses)[:n].double()
-    if by_tokens:
-        weights = counts
-    else:
-        weights, sums = (counts > 0).long(), sums / counts.clamp(min=1).to(sums.device, non_blocking=True)
-    if len(parts) == 1:
-        return [int(weights.sum())], [sums.sum()]
-    return [int(part.sum()) for part in weights.split(parts)], [part.sum() for part in sums.split(parts)]
+    n, weights, start = list(own.counts.values()), [], 0
+    for size in n:
+        counts, start = own.items[start : start + size], start + size
+        weights.append(sum(counts) if by_tokens else sum(count > 0 for count in counts))
+    sums = torch.cat(losses) if len(losses) > 1 else losses[0]
+    parts = [sums] if n == [len(sums)] else sums[: sum(n)].split(n)  # what comes after is of idle passes
+    if not by_tokens:
+        counts = _items(own, sums.device).clamp(min=1).split(n)
+        parts = [part.double() / count for part, count in zip(parts, counts, strict=True)]
+    return weights, [part.sum(dtype=torch.float64) for part in parts]
 
 
-def _difficulty(own: Any, losses: list, items: list) -> list:
+def _difficulty(own: Any, losses: list) -> list:
     """[sum on the device, number] of this rank's samples; by loss only of those that are supervised."""
     n, sums = len(own.rows), torch.cat(losses).double()
     if own.difficulty is not None:
         return [torch.tensor(sum(own.difficulty), dtype=torch.float64, device=sums.device), n]
-    counts = torch.cat(items)[:n].to(sums.device, non_blocking=True)
+    counts = _items(own, sums.device)
     hard = -torch.expm1(-sums[:n] / counts.clamp(min=1))
-    return [torch.where(counts > 0, hard, 0.0).sum(), sum(int((count > 0).sum()) for count in items)]
+    return [torch.where(counts > 0, hard, 0.0).sum(), sum(n > 0 for n in own.items)]
+
+
+def _items(own: Any, device: torch.device) -> torch.Tensor:
+    """(k,) on the device."""
+    return torch.tensor(own.items, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def suspects(engine: Any, own: Any, passed: list[torch.Tensor]) -> list[tuple[int, int, float]]:

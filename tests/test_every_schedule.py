@@ -69,7 +69,8 @@ def test_every_name_is_here():
 def test_bounds_and_no_memory(recorded, text, seen, place):
     """Whatever is seen: within the bounds, and a fresh one that is asked backwards gives the same answers.
 
-    Mutations: `max` left out of `curriculum` (0 and less), `min` of it (33); `last` of a ramp kept from call to call.
+    Mutations: `max` left out of `curriculum` (0 and less), `min` of it (33); `last` of a ramp
+    kept from call to call.
     """
     least, most = (OPEN_LOOP | MIXING)[text]
     schedule, fresh = (parse_schedule(text.replace("RUN", recorded), SIGNALS) for _ in range(2))

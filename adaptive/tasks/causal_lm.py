@@ -84,7 +84,10 @@ class CausalLM(Task):
         return batch
 
     def items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return (batch["labels"][:, 1:] != -100).sum(dim=1)  # the first token has nothing to be predicted from
+        labels, first = batch["labels"], 1  # the first token has nothing to be predicted from
+        if labels is batch["input_ids"]:  # full rows
+            return torch.full((len(labels),), labels.shape[1] - first)
+        return (labels[:, first:] != -100).sum(dim=1)
 
     def loss_sum(self, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens, positions, mask = batch["input_ids"], batch.get("position_ids"), batch.get("attention_mask")
