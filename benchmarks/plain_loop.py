@@ -28,10 +28,7 @@ from adaptive.optim import build_optimizer
 from adaptive.tasks import load_task
 
 ROWS, TOKENS = 16, 128  # per process and step
-N_BLOCKS, BLOCK_STEPS = (
-    int(os.environ.get("BLOCKS", "30")),
-    10,
-)  # short blocks, so that what else the machine does falls on both
+N_BLOCKS, BLOCK_STEPS = int(os.environ.get("BLOCKS", "80")), 5  # short: a change of clock falls on both
 
 
 class Plain:
