@@ -36,6 +36,7 @@ class DeepSpeedEngine(Engine):
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
             # Its launcher leaves the number of threads open.
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        _refuse_precision(config)
         super().__init__(config)
         self.stage = self.accelerator.state.deepspeed_plugin.zero_stage
         self.repeats = self.stage < 2  # stages 2 and 3 reduce in every backward, 3 gathers in every forward
@@ -71,7 +72,8 @@ class DeepSpeedEngine(Engine):
             optimizer.clear_backward_seen_flag()
 
     def backward(self, loss):
-        self.model.backward(loss)
+        # Without ZeRO its step divides by a scale that its backward does not multiply by.
+        self.model.backward(loss if self.stage else loss * self._loss_scale())
 
     def squared_norm(self):
         scale = self._loss_scale()
@@ -215,6 +217,21 @@ class DeepSpeedEngine(Engine):
         else:
             groups = list(self.model.module.parameters())
         return [p.grad for p in groups if p.grad is not None]
+
+
+def _refuse_precision(config: Config) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    for asked, known, name, other in (
+        (config.hardware.fp16, device.is_fp16_supported, "fp16", "bf16"),
+        (config.hardware.bf16, device.is_bf16_supported, "bf16", "fp16"),
+    ):
+        if asked and not known():
+            raise BadSetting(
+                f"--{name}: DeepSpeed has none on this device; write --{other} or neither, or start with "
+                "accelerate_configs/ddp.yaml (cpu_ddp.yaml without a GPU)"
+            )
 
 
 @contextlib.contextmanager

@@ -63,6 +63,7 @@ from adaptive.scaling import SecondMoment
 
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 LEAST_SCALE = 1.0  # of fp16 losses: where even this overflows, the gradient itself is at fault
+HALF = (torch.float16, torch.bfloat16)
 BUCKET_BYTES = 2**25  # of gradients that are reduced at once
 TIGHT = 0.9  # of a device's memory: above, a pass may run out although one of its shape did not
 LESS_STATE = (
@@ -131,6 +132,9 @@ class Engine(Agreement):
                 raise
             raise BadSetting(f"--{precision}: {error}") from None
         self.is_main, self.device = self.accelerator.is_main_process, self.accelerator.device
+        if plain and precision == "fp16" and self.device.type == "cpu":  # accelerate computes in fp32 there
+            self.accelerator.scaler = torch.amp.GradScaler("cpu")
+            self.accelerator.native_amp = True
         group, world_size = None, self.accelerator.num_processes
         if world_size > 1 and dist.get_backend() != "gloo":
             group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
@@ -723,7 +727,9 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack([n.to(device) for n in torch._foreach_norm(gradients)]).double()
+    half = any(g.dtype in HALF for g in gradients)  # whose norm would overflow, or be rounded to 3 digits
+    norms = torch._foreach_norm(gradients, dtype=torch.float32 if half else None)
+    norms = torch.stack([n.to(device) for n in norms]).double()
     return norms.dot(norms)
 
 
