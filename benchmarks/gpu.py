@@ -74,7 +74,7 @@ def alone(folder: Path) -> dict:
     """One process: the reference and what can be seen on it."""
     told = {"reference": run(folder / "alone"), "peak": peak_mib()}
     told["bf16"] = run(folder / "bf16", "--bf16")
-    told["fp16"] = run(folder / "fp16", "--fp16") if torch.cuda.is_available() else None
+    told["fp16"] = run(folder / "fp16", "--fp16")
     told["memory"] = run(folder / "memory", "--task", f"{__file__}:Hungry")
     told["reads"] = host_reads(folder / "reads") if torch.cuda.is_available() else None
     return told
@@ -134,12 +134,9 @@ def rows(folder: Path):
 def of_one_process(folder: Path, one: dict):
     losses = last_loss(one["reference"])
     for precision, least in (("bf16", 0.02), ("fp16", 0.05)):
+        ratio = last_loss(one[precision]) / losses
         what = f"loss of the last 5 steps: {precision} over fp32"
-        if one[precision] is None:
-            yield what, NO_GPU, f"1 +- {least}", None
-        else:
-            ratio = last_loss(one[precision]) / losses
-            yield what, f"{ratio:.4f}", f"1 +- {least}", abs(ratio - 1) < least
+        yield what, f"{ratio:.4f}", f"1 +- {least}", abs(ratio - 1) < least
     apart, left = difference(folder / "memory", folder / "alone"), one["memory"][-1]["micro_batch_size"]
     what = f"out of memory above {ROWS_THAT_FIT} rows: weights, rows of a pass at the end"
     yield what, f"{apart:.1e}, {left}", "1e-5", apart < 1e-5 and left <= ROWS_THAT_FIT

@@ -29,7 +29,7 @@ for layout in ddp zero1 zero2 zero3 fsdp2; do
     [ "$layout$processes" = ddp1 ] && launch=(torchrun --standalone --nproc_per_node 1)
     part "$layout" "${launch[@]}" benchmarks/gpu.py "$folder" "$layout"
 done
-part plain_loop env BLOCKS=8 python benchmarks/plain_loop.py
+part plain_loop env BLOCKS=16 python benchmarks/plain_loop.py
 part compare env ROUNDS=1 python benchmarks/compare.py
 python benchmarks/gpu.py "$folder"
 status=$? # not 0 where something is missed
