@@ -255,7 +255,7 @@ class Hardware:
     bf16: bool = False
     """Mixed precision in bfloat16 (yes/no)."""
     fp16: bool = False
-    """Mixed precision in float16 with a loss scaler (yes/no)."""
+    """Mixed precision in float16 with a loss scaler; slow on a CPU (yes/no)."""
     torch_compile: Annotated[bool, tyro.conf.arg(aliases=["--compile"])] = False
     """Compile the model; passes are padded to one shape, which changes no result (yes/no)."""
     torch_compile_backend: str = "inductor"

@@ -106,35 +106,8 @@ class Engine(Agreement):
     def __init__(self, config: Config):
         self.config = config
         plain = not self.deepspeed
-        group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | (
-            {} if gpu() or plain else {"backend": "gloo"}
-        )
-        precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.fp16 else None
-        try:
-            with patch_environment(ACCELERATE_USE_FSDP="false"):  # fsdp_engine.py does it by itself
-                self.accelerator = Accelerator(
-                    cpu=not gpu() and plain,  # cpu=True would turn DeepSpeed off
-                    mixed_precision=precision,
-                    # num_steps by plugin: a number in the YAML or the environment must not scale the loss a
-                    # second time
-                    gradient_accumulation_plugin=GradientAccumulationPlugin(
-                        num_steps=1, sync_with_dataloader=False
-                    ),
-                    kwargs_handlers=[
-                        InitProcessGroupKwargs(**group),
-                        DistributedDataParallelKwargs(
-                            find_unused_parameters=config.hardware.find_unused_parameters
-                        ),
-                    ],
-                )
-        except ValueError as error:
-            if "precision" not in str(error):
-                raise
-            raise BadSetting(f"--{precision}: {error}") from None
+        self.accelerator = _accelerator(config, plain)
         self.is_main, self.device = self.accelerator.is_main_process, self.accelerator.device
-        if plain and precision == "fp16" and self.device.type == "cpu":  # accelerate computes in fp32 there
-            self.accelerator.scaler = torch.amp.GradScaler("cpu")
-            self.accelerator.native_amp = True
         group, world_size = None, self.accelerator.num_processes
         if world_size > 1 and dist.get_backend() != "gloo":
             group = dist.new_group(backend="gloo", timeout=timedelta(minutes=TIMEOUT_MINUTES))
@@ -631,6 +604,38 @@ class Engine(Agreement):
         Engine._rest()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _accelerator(config: Config, plain: bool) -> Accelerator:
+    """As this run needs it; `plain`: without DeepSpeed."""
+    group = {"timeout": timedelta(minutes=TIMEOUT_MINUTES)} | ({} if gpu() or plain else {"backend": "gloo"})
+    precision = "bf16" if config.hardware.bf16 else "fp16" if config.hardware.fp16 else None
+    find_unused = config.hardware.find_unused_parameters
+    try:
+        with patch_environment(ACCELERATE_USE_FSDP="false"):  # fsdp_engine.py does it by itself
+            accelerator = Accelerator(
+                cpu=not gpu() and plain,  # cpu=True would turn DeepSpeed off
+                mixed_precision=precision,
+                # num_steps by plugin: a number in the YAML or the environment must not scale the loss a
+                # second time
+                gradient_accumulation_plugin=GradientAccumulationPlugin(
+                    num_steps=1, sync_with_dataloader=False
+                ),
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(**group),
+                    DistributedDataParallelKwargs(find_unused_parameters=find_unused),
+                ],
+            )
+    except ValueError as error:
+        if "precision" not in str(error):
+            raise
+        raise BadSetting(f"--{precision}: {error}") from None
+    if (
+        plain and precision == "fp16" and accelerator.device.type == "cpu"
+    ):  # accelerate computes in fp32 there
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        accelerator.native_amp = True
+    return accelerator
 
 
 def _opened(file: Path) -> dict[str, Any]:

@@ -31,9 +31,15 @@ class Bits(Task):
 
 
 class Dry(Bits):
-    """Without dropout, whose masks depend on the number of processes."""
+    """Without dropout, whose masks depend on the number of processes; in fp64: rounding hides nothing."""
 
     dropout = 0.0
+
+    def model(self, config):
+        return super().model(config).double()
+
+    def loss_sum(self, model, batch):
+        return super().loss_sum(model, batch | {"bits": batch["bits"].double()})
 
 
 class Signalled(Bits):

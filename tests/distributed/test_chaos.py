@@ -187,7 +187,7 @@ def test_killed_until_it_completes(name, tmp_path):
 
 def test_killed_while_the_number_of_processes_changes(tmp_path):
     """R49, R74. 2 processes killed, 1 killed, 2 stopped by SIGTERM to one of them, 1 to the end: the same
-    rows, sizes and rates as one process undisturbed, weights to 1e-6 (SGD, fp32).
+    rows, sizes and rates as one process undisturbed, weights to 1e-11 (SGD, fp64).
 
     Mutation: audit of a rank that is gone not cut back (rows twice).
     """
@@ -213,11 +213,11 @@ def test_killed_while_the_number_of_processes_changes(tmp_path):
     mine, theirs = told(folder), told(calm)
     assert [[r.get(k) for k in exact] for r in mine] == [[r.get(k) for k in exact] for r in theirs]
     losses = [[r.get("loss", r.get("eval_loss")) for r in run] for run in (mine, theirs)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-11)
     assert trained(folder) == trained(calm) and set(audits(folder)) == {0, 1}
     mine, theirs = weights(folder), weights(calm)
     for name in theirs:
-        assert float((mine[name] - theirs[name]).norm() / theirs[name].norm()) < 1e-6
+        assert float((mine[name] - theirs[name]).norm() / theirs[name].norm()) < 1e-11
 
 
 def trained(folder: Path) -> dict[int, list[int]]:
