@@ -63,7 +63,6 @@ from adaptive.scaling import SecondMoment
 
 TIMEOUT_MINUTES = float(os.environ.get("ADAPTIVE_TIMEOUT_MINUTES", "30"))
 LEAST_SCALE = 1.0  # of fp16 losses: where even this overflows, the gradient itself is at fault
-HALF = (torch.float16, torch.bfloat16)
 BUCKET_BYTES = 2**25  # of gradients that are reduced at once
 TIGHT = 0.9  # of a device's memory: above, a pass may run out although one of its shape did not
 LESS_STATE = (
@@ -630,9 +629,8 @@ def _accelerator(config: Config, plain: bool) -> Accelerator:
         if "precision" not in str(error):
             raise
         raise BadSetting(f"--{precision}: {error}") from None
-    if (
-        plain and precision == "fp16" and accelerator.device.type == "cpu"
-    ):  # accelerate computes in fp32 there
+    # accelerate would compute in fp32 there, without a word.
+    if plain and precision == "fp16" and accelerator.device.type == "cpu":
         accelerator.scaler = torch.amp.GradScaler("cpu")
         accelerator.native_amp = True
     return accelerator
@@ -732,8 +730,9 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
     """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    half = any(g.dtype in HALF for g in gradients)  # whose norm would overflow, or be rounded to 3 digits
-    norms = torch._foreach_norm(gradients, dtype=torch.float32 if half else None)
+    # In their own type the norms of halves would overflow, or have 3 digits.
+    kind = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, dtype=kind)
     norms = torch.stack([n.to(device) for n in norms]).double()
     return norms.dot(norms)
 

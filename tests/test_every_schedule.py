@@ -75,9 +75,8 @@ def test_bounds_and_no_memory(recorded, text, seen, place):
     least, most = (OPEN_LOOP | MIXING)[text]
     schedule, fresh = (parse_schedule(text.replace("RUN", recorded), SIGNALS) for _ in range(2))
     first = schedule.start or least + place * (most - least)
-    limit = (
-        most if text == "seesaw()" else 2 * most
-    )  # seesaw's is --max_batch_size; the others have their own
+    # seesaw's bound is --max_batch_size; the others have their own, which that must not hide.
+    limit = most if text == "seesaw()" else 2 * most
     batch, lengths = Batch(batch_size=first, max_batch_size=limit), Lengths({"a": 10**6}, Fraction(1))
     state, answers = RunState.fresh(["a"], 1, first), []
     for step, signals in enumerate(seen, 1):

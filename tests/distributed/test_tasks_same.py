@@ -44,6 +44,7 @@ pytestmark = pytest.mark.slow
 def distance(one: Path, other: Path) -> float:
     """Of all weights together: attention's key biases have a gradient of 0, and are rounding alone."""
     a, b = (load_file(next((folder / "model").glob("*.safetensors"))) for folder in (one, other))
+    a, b = ({name: tensor.float() for name, tensor in held.items()} for held in (a, b))
     assert a.keys() == b.keys()
     squares = [((a[name] - b[name]).square().sum(), b[name].square().sum()) for name in b]
     return float((sum(s for s, _ in squares) / sum(t for _, t in squares)).sqrt())
