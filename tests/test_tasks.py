@@ -150,8 +150,9 @@ def test_packing_keeps_every_token():
 
 
 def test_collate_pads_and_counts():
-    """Supervised, input and padding tokens of rows with 3, 5 and 2 tokens. Mutation: padding counted as
-    supervised.
+    """Supervised, input and padding tokens of rows with 3, 5 and 2 tokens, and of two with 4.
+
+    Mutations: padding counted as supervised; the first token of full rows counted (4).
     """
     import numpy as np
 
@@ -161,6 +162,7 @@ def test_collate_pads_and_counts():
     assert task.token_counts(batch) == (10, 5)
     assert batch["attention_mask"].sum(dim=1).tolist() == [3, 5, 2]
     assert (batch["labels"] == -100).sum() == 5
+    assert task.items(task.collate([{"input_ids": np.arange(4)}] * 2)).tolist() == [3, 3]
 
 
 def test_unknown_task_names_the_known_ones(tmp_path):
