@@ -33,7 +33,7 @@ from adaptive.plan import StepPlan, own_picks, share
 from adaptive.stream import Stream
 
 READ_AHEAD = 16  # samples a worker fetches at once
-AT_ONCE = 256  # positions whose indices are computed at once: they cost little more than one
+AT_ONCE = 1024  # positions whose indices are computed at once: they cost twice as much as one
 
 
 @dataclass
@@ -441,9 +441,9 @@ class _Column:
             return [np.int64(self.values[chunk][row]) for chunk, row in places]
         values, bounds = self.values, self.bounds
         views = [values[k][bounds[k][row] : bounds[k][row + 1]] for k, row in places]
-        lengths, copied = list(map(len, views)), np.concatenate(views).astype(np.int64)
-        if len(set(lengths)) == 1 and lengths[0]:
-            return list(copied.reshape(-1, lengths[0]))
+        lengths, copied = list(map(len, views)), np.concatenate(views, dtype=np.int64)
+        if len(set(lengths)) == 1:
+            return list(copied.reshape(len(views), -1))
         ends = list(itertools.accumulate(lengths))
         return [copied[start:end] for start, end in zip([0, *ends], ends)]  # noqa: B905 (one longer)
 

@@ -139,6 +139,7 @@ class Engine(Agreement):
         self.wanted = wanted
         self.module = model
         self.model, self.optimizer = self._wrap(model, optimizer)
+        self.parameters = list(self.module.parameters())  # as wrapped; walking the modules takes longer
         self.norms = PassNorms(self.local_parameters(), bool(noise_scale.SIGNALS & wanted))
         kept = model.state_dict(keep_vars=True)
         self.moving = [b for name, b in model.named_buffers() if name in kept]  # those that training changes
@@ -328,7 +329,7 @@ class Engine(Agreement):
     def _reduce(self, starved: bool) -> bool:
         if self.world_size == 1:
             return not starved
-        return _average([p for p in self.module.parameters() if p.requires_grad], self.world_size, starved)
+        return _average([p for p in self.parameters if p.requires_grad], self.world_size, starved)
 
     def stop_all(self, line: str) -> BadSetting:
         """Leave word for the other ranks, which wait in a collective, and give them time to read it."""
@@ -400,7 +401,7 @@ class Engine(Agreement):
 
     def _gradients(self) -> list[torch.Tensor]:
         """This process's part of the reduced gradient."""
-        return [p.grad for p in self.module.parameters() if p.grad is not None]
+        return [p.grad for p in self.parameters if p.grad is not None]
 
     def discard(self, overflow: bool = False) -> None:
         """Forget the step's gradient, as if it had not been; an `overflow` lowers the loss scale."""
@@ -420,7 +421,7 @@ class Engine(Agreement):
 
     def full_gradient(self) -> Iterator[torch.Tensor | None]:
         """Collective: the reduced gradient of each trainable parameter, whole, in the model's order."""
-        yield from (p.grad for p in self.module.parameters() if p.requires_grad)
+        yield from (p.grad for p in self.parameters if p.requires_grad)
 
     partitions_weights = False  # whether a process cannot run the model alone
 

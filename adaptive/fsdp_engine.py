@@ -98,10 +98,10 @@ class FSDPEngine(Engine):
         self.discard()
 
     def _gradients(self):
-        return [p.grad.to_local() for p in self.module.parameters() if p.grad is not None]
+        return [p.grad.to_local() for p in self.parameters if p.grad is not None]
 
     def full_gradient(self):
-        for parameter in self.module.parameters():
+        for parameter in self.parameters:
             if parameter.requires_grad:
                 yield None if parameter.grad is None else parameter.grad.full_tensor()
 

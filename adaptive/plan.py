@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -64,7 +65,7 @@ class StepPlan:
     @functools.cached_property
     def asked(self) -> Fraction:
         """G over all sources."""
-        return sum(self.target.values(), Fraction(0))
+        return functools.reduce(operator.add, self.target.values())
 
     @functools.cached_property
     def counts(self) -> dict[str, int]:

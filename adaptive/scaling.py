@@ -76,10 +76,12 @@ from adaptive.config import BadSetting, Batch, Optim
 from adaptive.plan import StepPlan, exact
 from adaptive.schedules.literal import parse_call
 
+ONE = Fraction(1)
+
 
 def mean_size(plan: StepPlan) -> Fraction:
     """M of equation (2): the size the step stands for, in samples over all processes."""
-    return Fraction(max(plan.size, 1)) if plan.cut else max(plan.asked, Fraction(1))
+    return Fraction(max(plan.size, 1)) if plan.cut else max(plan.asked, ONE)
 
 
 def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
@@ -93,7 +95,8 @@ def sample_weight(batch: Batch, plan: StepPlan, world_size: int) -> float:
     if batch.fractional_scaling == "ceil":
         asked = plan.size if plan.cut else plan.asked
         return 1 / (world_size * math.ceil(asked / world_size))
-    return float(1 / mean_size(plan))
+    size = mean_size(plan)
+    return size.denominator / size.numerator  # the nearest float of the exact 1 / M
 
 
 def source_weights(batch: Batch, plan: StepPlan, world_size: int) -> dict[str, float]:

@@ -141,7 +141,7 @@ def _source_sums(own: Any, losses: list, by_tokens: bool) -> tuple[list[int], li
     if not by_tokens:
         counts = _items(own, sums.device).clamp(min=1).split(n)
         parts = [part.double() / count for part, count in zip(parts, counts, strict=True)]
-    return weights, [part.sum(dtype=torch.float64) for part in parts]
+    return weights, [part.double().sum() for part in parts]
 
 
 def _difficulty(own: Any, losses: list) -> list:

@@ -91,7 +91,7 @@ class Parts:
             (train.Data, "share", "fetch"),
             (CausalLM, "collate", "collate"), (CausalLM, "items", "count"),
             (CausalLM, "token_counts", "count"),
-            (engine, "open_step", "agree on tokens"), (NoModel, "loss_sum", "forward"),
+            (engine, "open_step", "agree on tokens"),
             (engine, "backward", "backward"), (engine, "_reduce", "backward"),
             (AcceleratedOptimizer, "step", "optimizer"),
             (AcceleratedOptimizer, "zero_grad", "optimizer"), (engine, "squared_norm", "gradient norm"),
@@ -99,7 +99,12 @@ class Parts:
             (train.signals, "after_step", "record"), (train.Report, "train", "write"),
         ):  # fmt: skip
             self.watch(owner, name, part)
-        told = train.Report.train
+        told, load_task = train.Report.train, train.load_task
+
+        def load(name):  # from this file, but another module than the one that runs
+            task = load_task(name)
+            self.watch(task, "loss_sum", "forward")
+            return task
 
         def tell(report, record):
             told(report, record)
@@ -107,7 +112,7 @@ class Parts:
             self.steps.append(self.now | {"whole step": now - self.since})
             self.now, self.since = {}, now
 
-        train.Report.train = tell
+        train.Report.train, train.load_task = tell, load
 
 
 def main() -> None:

@@ -225,7 +225,7 @@ def _stack(values: list[Any], padding: float, width: int = 0) -> torch.Tensor:
     (rows, ...).
     """
     arrays = [np.asarray(value) for value in values]
-    lengths = [a.shape[0] for a in arrays if a.ndim]
+    lengths = list(map(len, arrays)) if arrays[0].ndim else []
     longest = max(*lengths, width) if any(lengths) else 0
     if lengths and min(lengths) < longest:
         arrays = [
