@@ -50,7 +50,8 @@ def main(config: Config) -> RunState:
     run, optim = config.run, config.optim
     decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling, optim.optim)
     task = load_task(config.data.task)
-    schedule = load_schedule(config, {*signals.KNOWN, *task.signals()})
+    of_task = set(task.signals()).difference(signals.KNOWN)
+    schedule = load_schedule(config, {*signals.KNOWN, *of_task})
     eval_every = Every.parse(config.eval.eval_every, "eval_every")
     save_every = Every.parse(config.output.save_every, "save_every")
 
@@ -62,7 +63,7 @@ def main(config: Config) -> RunState:
     folder = Path(engine.from_rank0(lambda: open_folder(config)))
     engine.seed(0, same_everywhere=True)
     model = task.model(config)
-    wanted = signals.wanted(schedule.signals | rule.signals, config.output.track, config)
+    wanted = signals.wanted(schedule.signals | rule.signals, config.output.track, config, of_task)
     engine.prepare(model, build_optimizer(model, optim, engine.stage), wanted)
     data = Data(rows.train, config, engine.rank, engine.world_size, engine)
 
@@ -123,6 +124,7 @@ def main(config: Config) -> RunState:
             )  # fmt: skip
             signals.after_step(state, plan, lengths, record, measured, before["seconds"], config)
             record |= checked | {name: state.signals.get(name) for name in wanted & signals.MEASURED}
+            record = {name: seen[name] for name in wanted & of_task} | record
             report.train(record)
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)

@@ -9,6 +9,7 @@ To add one: a line in KNOWN and a line in `after_step`; a task adds its own thro
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,9 +179,11 @@ def suspects(engine: Any, own: Any, passed: list[torch.Tensor]) -> list[tuple[in
     return spoilt or sorted(found, key=lambda entry: -entry[2])[:WORST]
 
 
-def wanted(named: set[str], tracked: tuple[str, ...], config: Config) -> frozenset[str]:
-    """Signals in use: those a schedule names and those of --track. BadSetting for an unknown one, and for one
-    that this run cannot have.
+def wanted(
+    named: set[str], tracked: tuple[str, ...], config: Config, of_task: Set[str] = frozenset()
+) -> frozenset[str]:
+    """Signals in use: those a schedule names and those of --track, which may be a task's own. BadSetting for
+    an unknown one, and for one that this run cannot have.
     """
     several = len(config.data.dataset_name) > 1
     if "new_data_ratio" in named and not config.data.new_sources:
@@ -195,9 +198,10 @@ def wanted(named: set[str], tracked: tuple[str, ...], config: Config) -> frozens
     if unequal:
         warn(f"{unequal[0]} is not measured with several sources or a reservoir: its value stays null")
         named, tracked = set(named) - set(unequal), tuple(t for t in tracked if t not in unequal)
-    unknown = [name for name in tracked if name not in KNOWN]
+    known = [*KNOWN, *sorted(of_task)]
+    unknown = [name for name in tracked if name not in known]
     if unknown:
-        raise BadSetting(f"--track {unknown[0]} is no signal; write one of {', '.join(KNOWN)}")
+        raise BadSetting(f"--track {unknown[0]} is no signal; write one of {', '.join(known)}")
     return frozenset(named) | frozenset(tracked)
 
 

@@ -294,6 +294,22 @@ def test_a_search_that_was_not_meant_is_a_bad_setting(tmp_path, flags, said):
     assert not (tmp_path / "s" / "size_16_seed_42").exists()
 
 
+@pytest.mark.parametrize(("flags", "said"), [
+    ("branch --sizes 8", "branch makes no use of --sizes; leave it out, or write --method sweep or noise"),
+    ("branch --warmup=0.1", "branch makes no use of --warmup; leave it out, or write --method sweep"),
+    ("sweep --factors 2", "sweep makes no use of --factors; leave it out, or write --method branch"),
+    ("sweep --start runs/x", "sweep makes no use of --start"),
+    ("noise --metric loss", "noise makes no use of --metric"),
+    ("noise --sizes 8,16", "noise trains one run; write one number as --sizes"),
+    ("noise --start runs/x --seeds 3", "reads --start runs/x and trains nothing; leave out --seeds"),
+])  # fmt: skip
+def test_a_flag_without_an_effect_is_a_bad_setting(tmp_path, flags, said):
+    """Mutation: taken without a word, as if it had been looked at."""
+    with pytest.raises(BadSetting, match=said):
+        critical_batch([*TASK, *PLAIN, "--method", *flags.split(), "--output_dir", str(tmp_path / "s")])
+    assert not (tmp_path / "s").exists()
+
+
 def test_seeds_are_integers():
     """Mutation: numbers above 0: a seed of 0 refused, 1.5 taken for 1."""
     assert _seeds("3,0,3") == [0, 3]

@@ -11,9 +11,10 @@ from launching import records
 from test_gradient import QUIET, Tiny, alone, reset  # noqa: F401 (a fixture)
 
 import train
-from adaptive.config import parse
+from adaptive.config import BadSetting, parse
 from adaptive.engine import Engine
 from adaptive.noise_scale import PassNorms
+from adaptive.tools.inspect_run import main as inspect_run
 
 HERE = Path(__file__).parent
 READS = {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "__array__", "numpy", "cpu"}
@@ -93,11 +94,12 @@ def follow(hint):
     return hint
 
 
-def test_a_tasks_signal_that_is_no_number_is_no_measurement(tmp_path):
-    """The size stays where the hint is None, NaN or infinity; the last two are counted.
+def test_a_tasks_signal_that_is_no_number_is_no_measurement(tmp_path, capsys):
+    """The size stays where the hint is None, NaN or infinity; the last two are counted. Records have what
+    each decision saw, from which the schedule can be asked again.
 
     Mutations: NaN handed on (the run ends: "returned nan"); not counted; counted where the data is over, and
-    again when a longer run goes on from there.
+    again when a longer run goes on from there; recorded after the step instead.
     """
     flags = ["--task", f"{__file__}:Hints", "--schedule", f"{__file__}:follow", "--batch_size", "2"]
     reset()
@@ -105,6 +107,39 @@ def test_a_tasks_signal_that_is_no_number_is_no_measurement(tmp_path):
     told = records(tmp_path)
     assert [record["target_batch_size"] for record in told] == [2, 4, 4, 4, 4, 5]
     assert [record.get("invalid_measurements") for record in told] == [None, None, None, 1, 2, 2]
+    assert [record["hint"] for record in told] == [3, 4, None, None, None, 5], "as each decision saw it"
+    assert inspect_run([str(tmp_path), "--verify"]) == 0
+    assert "every size asked for is its answer" in capsys.readouterr().out
+
+
+def test_a_tasks_signal_is_recorded_where_it_is_tracked(tmp_path):
+    """A name that nobody has is refused with those there are.
+
+    Mutation: recorded though nobody named it.
+    """
+    flags = [*QUIET, "--task", f"{__file__}:Hints", "--max_steps", "2"]
+    for more, hints in (([], [None, None]), (["--track", "hint"], [3, 4])):
+        reset()
+        train.main(parse([*flags, *more, "--output_dir", str(tmp_path / str(len(more)))]))
+        assert [record.get("hint") for record in records(tmp_path / str(len(more)))] == hints
+    reset()
+    with pytest.raises(BadSetting, match="--track hints is no signal; write one of .*, hint$"):
+        train.main(parse([*flags, "--track", "hints", "--output_dir", str(tmp_path / "x")]))
+
+
+class Weighty(Tiny):
+    """Its signal has the name of a field of the records."""
+
+    def signals(self):
+        return {"weight": 17.0}
+
+
+def test_a_tasks_signal_does_not_replace_a_field(tmp_path):
+    """Mutation: record | seen."""
+    reset()
+    flags = ["--task", f"{__file__}:Weighty", "--track", "weight", "--batch_size", "2", "--max_steps", "1"]
+    train.main(parse([*QUIET, *flags, "--output_dir", str(tmp_path)]))
+    assert records(tmp_path)[0]["weight"] == 0.5
 
 
 class Lost(Tiny):

@@ -39,11 +39,18 @@ DECIDED = {
     "warmup_ratio": "--warmup", "warmup_samples": "--warmup", "run_name": "--run_group",
     "resume_from_checkpoint": "--start, or the same command to go on",
 }  # fmt: skip
+USED_BY = {  # own flags that not every method looks at
+    "sizes": ("sweep", "noise"), "seeds": ("sweep", "noise"), "start": ("branch", "noise"),
+    "factors": ("branch",), "eps": ("branch",), "tolerance": ("sweep",), "target": ("sweep",),
+    "warmup": ("sweep",), "metric": ("sweep", "branch"), "give_up": ("sweep", "branch"),
+}  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
     flags, given = _parser().parse_known_args(arguments)
     _check(flags, given)
+    _check_method(flags, set(map(flag_name, arguments)))
     folder = Path(flags.output_dir)
     config = parse([*given, "--max_samples", str(flags.samples), "--output_dir", str(folder)])
     settings = {"method": flags.method, "samples": flags.samples, "start": flags.start, "flags": given}
@@ -52,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     report = METHODS[flags.method](Asked(flags, config, given), search)
     report |= {
         "method": flags.method,
-        "command": shlex.join(["critical_batch", *(arguments or sys.argv[1:])]),
+        "command": shlex.join(["critical_batch", *arguments]),
     }
     if search.main:
         tell(report, search, config)
@@ -114,6 +121,25 @@ def _check(flags: argparse.Namespace, given: list[str]) -> None:
         raise BadSetting(f"--target is {flags.target}; write a loss, such as 1.5")
     if not 0 <= flags.warmup <= 1:
         raise BadSetting(f"--warmup is {flags.warmup}; write a share of the run between 0 and 1")
+
+
+def _check_method(flags: argparse.Namespace, written: set[str]) -> None:
+    """BadSetting for a flag that the method would not look at."""
+    for name in sorted(written & set(USED_BY)):
+        if flags.method not in USED_BY[name]:
+            raise BadSetting(
+                f"--method {flags.method} makes no use of --{name}; leave it out, or write --method "
+                f"{' or '.join(USED_BY[name])}"
+            )
+    if flags.method != "noise":
+        return
+    for name in ("sizes", "seeds"):
+        if flags.start and name in written:
+            raise BadSetting(
+                f"--method noise reads --start {flags.start} and trains nothing; leave out --{name}"
+            )
+        if name in written and len(getattr(flags, name)) > 1:
+            raise BadSetting(f"--method noise trains one run; write one number as --{name}")
 
 
 def sweep(asked: Asked, search: Search) -> dict[str, Any]:

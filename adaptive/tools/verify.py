@@ -151,9 +151,9 @@ class Again:
         if any(start.get("schedule", self.text) != self.text for start in run.starts):
             self.said = "the schedule was not asked again: a resume has changed it"
             return
-        known = {*signals.KNOWN, *task.signals()}
+        self.of_task = set(task.signals()).difference(signals.KNOWN)
         try:
-            schedule = load_schedule(run.config, known)
+            schedule = load_schedule(run.config, {*signals.KNOWN, *self.of_task})
         except BadSetting as error:
             self.said = f"the schedule was not asked again: {error}"
             return
@@ -194,6 +194,7 @@ class Again:
         progress = self.lengths.progress(self.state.cursor, self.state.samples, self.state.step)
         world_size = self.run.world_size(record["step"]) or 1
         seen = self.signals.before_step(self.state, world_size, self.decay(progress))
+        seen |= {name: record.get(name) for name in self.of_task}  # as this step's decision saw them
         decision = decide(self.schedule, self.state, seen, self.batch, self.lengths, 0.0)
         self.state.size, self.state.sizes = decision["size"], decision["sizes"]
         return Fraction(decision["target"])
