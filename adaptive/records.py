@@ -48,7 +48,8 @@ def note_start(config: Config, state: RunState, engine: Any, run_id: str | None 
     save(replace(config, run=replace(config.run, **once)), folder / "config.yaml")
     start = {"step": state.step, "world_size": engine.world_size, "engine": engine.describe()}
     start["schedule"] = config.batch.schedule
-    start["from"] = config.run.resume_from_checkpoint
+    resumed = config.run.resume_from_checkpoint
+    start["from"] = resumed if resumed in (None, "auto") else str(Path(resumed).resolve())
     start["wandb_run_id"] = run_id  # a kill may come before the first checkpoint
     with (folder / "starts.jsonl").open("a") as file:
         file.write(json.dumps(start | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}) + "\n")

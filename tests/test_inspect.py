@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -93,17 +94,19 @@ def test_a_run_killed_before_its_first_checkpoint_begins_anew(runs, tmp_path, ca
     assert len(Run(folder).train) == len(Run(runs["keep"]).train)
 
 
-def test_a_branch_is_verified_from_its_checkpoint(tmp_path, capsys):
+def test_a_branch_is_verified_from_its_checkpoint(tmp_path, capsys, monkeypatch):
     """With the carry, the cursors and the signals that were there; without the checkpoint nothing is known.
 
-    Mutations: verified from 0: "leaves out positions"; a carry of 0; signals of a fresh run.
+    Mutations: verified from 0: "leaves out positions"; a carry of 0; signals of a fresh run; the checkpoint's
+    path as it was written, from another folder.
     """
     origin = start(tmp_path / "run", *RUNS["feedback"], "--max_steps", "10", "--save_every", "5 steps")
     checkpoint = origin / "checkpoints" / "step_5"
     state = json.loads((checkpoint / "manifest.json").read_text())["state"]
     assert state["carry"]["train"] != "0"
-    flags = [*RUNS["feedback"], "--resume_from_checkpoint", str(checkpoint)]
+    flags = [*RUNS["feedback"], "--resume_from_checkpoint", os.path.relpath(checkpoint)]
     folder = start(tmp_path / "branch", *flags, "--learning_rate", "2e-3")
+    monkeypatch.chdir(tmp_path)
     assert inspect_run([str(folder), "--verify"]) == 0
     told = capsys.readouterr().out
     assert (
