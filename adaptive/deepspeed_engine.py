@@ -94,12 +94,17 @@ class DeepSpeedEngine(Engine):
             optimizer._release_preflattened_grad_buffers()
             for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
                 kept.update(dict.fromkeys(kept))  # in place: parameters look their gradient up in it
+            optimizer.micro_step_id = -1  # above, an offloaded gradient would be added to the next step's
         elif hasattr(optimizer, "grad_partitions_flat_buffer"):  # stage 3
             optimizer.zero_grad(set_to_none=True)
             optimizer.averaged_gradients = {}
             optimizer.grad_partitions_flat_buffer.zero_()
         elif self._full_gradient():
             optimizer.zero_grad(set_to_none=True)
+        if self._offloads():
+            optimizer.reset_cpu_buffers()
+            if self.stage < 3:
+                optimizer._offload_accumulated_param_ids = set()
 
     def full_gradient(self):
         from deepspeed.utils import safe_get_full_grad
@@ -197,26 +202,32 @@ class DeepSpeedEngine(Engine):
             getattr(self.model.optimizer, "cur_scale", None) or getattr(self.model.optimizer, "loss_scale", 1)
         )
 
+    def _held_bytes(self):
+        if self._offloads():
+            return 0
+        numbers = sum(getattr(p, "ds_numel", p.numel()) for p in self.parameters if p.requires_grad)
+        return 4 * numbers // (self.world_size if self.stage else 1)
+
+    def _offloads(self) -> bool:
+        """Whether the optimizer's state, and with it the reduced gradient, is in CPU memory or on NVMe."""
+        optimizer = self.model.optimizer
+        return bool(
+            getattr(optimizer, "offload_optimizer", False) or getattr(optimizer, "cpu_offload", False)
+        )
+
     def _reduced_gradient(self) -> list[torch.Tensor]:
-        """This rank's part of the reduced gradient, between the last backward and the step."""
+        """Tensors whose norm is that of this rank's part of the reduced gradient, after the last backward:
+        the part itself, or each parameter's norm where it is offloaded, as its copy may be on its way.
+        """
         optimizer = self.model.optimizer
         if hasattr(optimizer, "get_grads_for_norm"):  # BF16_Optimizer: fp32 sums, whole on every rank
             return optimizer.get_grads_for_norm(for_clipping=True)
-        if getattr(optimizer, "offload_optimizer", False):  # stage 3 with offload
-            groups = optimizer.fp32_partitioned_groups_flat
-        elif getattr(optimizer, "cpu_offload", False):  # stages 1, 2 with offload
-            groups = optimizer.single_partition_of_fp32_groups
-        elif hasattr(optimizer, "averaged_gradients"):  # stages 1, 2, 3
-            return [
-                g
-                for gs in optimizer.averaged_gradients.values()
-                if gs is not None
-                for g in gs
-                if g is not None
-            ]
-        else:
-            groups = list(self.model.module.parameters())
-        return [p.grad for p in groups if p.grad is not None]
+        if self._offloads():
+            return list(optimizer.norm_for_param_grads.values())
+        if hasattr(optimizer, "averaged_gradients"):  # stages 1, 2, 3
+            groups = [gs for gs in optimizer.averaged_gradients.values() if gs is not None]
+            return [g for gs in groups for g in gs if g is not None]
+        return [p.grad for p in self.parameters if p.grad is not None]
 
 
 def _refuse_precision(config: Config) -> None:

@@ -1,6 +1,6 @@
 """Variables that hide GPUs -> what is wrong with them; they are read, never set.
 
-ROCm applies two, one after the other: HIP's numbers count within what ROCR's left.
+ROCm applies two, one after the other: HIP's numbers, or CUDA's, count within what ROCR's left.
 To add one: a name in NAMES.
 """
 
@@ -19,13 +19,16 @@ def problem(environment: Mapping[str, str]) -> tuple[str, str] | None:
     if empty:
         return f"{told}: every device is hidden", f"unset {empty[0]} to use them"
     first, second, cuda = NAMES
-    if first in given and second in given:
+    for within in (second, cuda):
+        if first not in given or within not in given:
+            continue
         left = len(given[first].split(","))
-        beyond = [number for number in given[second].split(",") if number.isdigit() and int(number) >= left]
+        beyond = [number for number in given[within].split(",") if number.isdigit() and int(number) >= left]
         if beyond:
-            asked = f"ROCR leaves {left} device(s), counted from 0; HIP asks for {beyond[0]}"
-            return f"{told}: {asked}", f"unset {first} and keep {second}"
-    amd = [name for name in (first, second) if name in given]
-    if amd and cuda in given and len(set(given.values())) > 1:
-        return f"{told}: they contradict each other", f"keep {amd[0]} and unset the other"
+            asked = (
+                f"ROCR leaves {left} device(s), counted from 0; {within[:4].strip('_')} asks for {beyond[0]}"
+            )
+            return f"{told}: {asked}", f"unset {first} and keep {within}"
+    if second in given and cuda in given and given[second] != given[cuda]:
+        return f"{told}: they contradict each other", f"keep {second} and unset the other"
     return None

@@ -57,7 +57,7 @@ from adaptive import device_masks, noise_scale
 from adaptive.agreement import Agreement
 from adaptive.config import BadSetting, Config
 from adaptive.memory import ran_out
-from adaptive.noise_scale import PassNorms
+from adaptive.noise_scale import PassNorms, squared_norm
 from adaptive.optim import set_step
 from adaptive.scaling import SecondMoment
 
@@ -229,7 +229,7 @@ class Engine(Agreement):
         self.apart = self.repeats
         if not self.overlaps:
             return self.start_sum(totals) if totals else lambda: None  # on its way during the first forward
-        risky = self._shape > self.proven or self.memory_usage() > TIGHT
+        risky = self._shape > self.proven or self._is_tight()
         *summed, risks = self.sum_integers([*(totals or []), risky])
         self.apart = risks > 0
         return lambda: summed or None
@@ -292,7 +292,7 @@ class Engine(Agreement):
                 hook.remove()
 
     def _pass(self, last: bool) -> contextlib.AbstractContextManager:
-        if last and not self.apart or self.world_size == 1:
+        if last and not self.apart or self.model is self.module:
             return contextlib.nullcontext()
         return self.accelerator.no_sync(self.model)
 
@@ -329,6 +329,8 @@ class Engine(Agreement):
     def _reduce(self, starved: bool) -> bool:
         if self.world_size == 1:
             return not starved
+        if self.device.type != "cpu" and self.sum_integers([starved])[0]:
+            return False  # told apart, as a device that ran out has no room for the buffers below
         return _average([p for p in self.parameters if p.requires_grad], self.world_size, starved)
 
     def stop_all(self, line: str) -> BadSetting:
@@ -447,9 +449,13 @@ class Engine(Agreement):
         else:
             free = self._free_and_total()[0]
             free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if not self.optimizer.state and not self.sharded:  # Adam's two moments come with the first step
-            free -= 2 * sum(p.nbytes for p in self.module.parameters() if p.requires_grad)
+        if not self.optimizer.state:  # Adam's two moments come with the first step
+            free -= 2 * self._held_bytes()
         return max(free, 0)
+
+    def _held_bytes(self) -> int:
+        """Of this process's part of the weights that train."""
+        return sum(p.nbytes for p in self.parameters if p.requires_grad)
 
     def memory_usage(self) -> float:
         """Share of the device's memory that is taken, in [0, 1]; of the machine's memory on a CPU.
@@ -462,6 +468,14 @@ class Engine(Agreement):
             return psutil.virtual_memory().percent / 100
         free, total = self._free_and_total()
         return 1 - free / total
+
+    def _is_tight(self) -> bool:
+        """Whether the device may run out: what the allocator has reserved and does not use is free here."""
+        if self.device.type != "cuda":
+            return self.memory_usage() > TIGHT
+        free, total = self._free_and_total()
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return 1 - (free + cached) / total > TIGHT
 
     def _free_and_total(self) -> tuple[int, int]:
         """Bytes of the device; what the allocator has reserved is not free."""
@@ -727,17 +741,6 @@ def _buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield bucket
 
 
-def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    # In their own type the norms of halves would overflow, or have 3 digits.
-    kind = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    norms = torch._foreach_norm(gradients, dtype=kind)
-    norms = torch.stack([n.to(device) for n in norms]).double()
-    return norms.dot(norms)
-
-
 class _Holding(TorchDispatchMode):
     """Bytes of the tensors that are alive of those made inside; a process's own size hides what it reuses."""
 
@@ -792,8 +795,8 @@ def _compute_undisturbed() -> None:
 
 
 def gpu() -> bool:
-    """Whether torch sees one, of any vendor."""
-    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+    """Whether torch sees one, of NVIDIA or AMD."""
+    return torch.cuda.is_available()
 
 
 def is_true(name: str) -> bool:

@@ -97,6 +97,9 @@ class FSDPEngine(Engine):
         self.model.reset_iter_state()  # drops what the passes before the last one left
         self.discard()
 
+    def _held_bytes(self):
+        return sum(p.to_local().nbytes for p in self.parameters if p.requires_grad)
+
     def _gradients(self):
         return [p.grad.to_local() for p in self.parameters if p.grad is not None]
 

@@ -26,6 +26,7 @@ import torch
 
 from adaptive.config import Batch
 
+NORM_OF = 2**16  # numbers whose norm a CPU takes at once, to 2e-7 in fp32
 SIGNALS = {"noise_scale", "grad_cosine", "grad_variance"}  # those that need the norms of single passes
 
 
@@ -53,13 +54,15 @@ class PassNorms:
     def _clear(self) -> None:
         self.squares: list[torch.Tensor] = []
         self._square: torch.Tensor | None = None
+        self._scale: float | None = None
         self.sums = [0.0, 0, 0, 0.0]  # of 1/b_k, passes, samples, weight; this process's
 
     def _add(self, gradient: torch.Tensor) -> None:
         if not self.on:
             return
         kind = torch.promote_types(gradient.dtype, torch.float32)  # squares of bf16 would lose too much
-        square = torch.linalg.vector_norm(gradient.detach(), dtype=kind).double().square()
+        norms = [torch.linalg.vector_norm(part, dtype=kind) for part in _parts(gradient.detach())]
+        square = sum(norm.double().square() for norm in norms)
         self._square = square if self._square is None else self._square + square
 
     def close_pass(self, items: list[int], scales: torch.Tensor, engine: Any) -> None:
@@ -72,7 +75,8 @@ class PassNorms:
         self._square = None
         scaled = sum(scale * n for scale, n in zip(scales.tolist(), items, strict=False))
         weight = scaled / engine.world_size
-        factor = engine.world_size * engine.loss_scale  # what the loss was multiplied by beside
+        self._scale = self._scale or engine.loss_scale  # once a step: in fp16 it is a host read
+        factor = engine.world_size * self._scale  # what the loss was multiplied by beside
         if square is not None and weight:
             self.squares.append(square / (weight * factor) ** 2)
             passed = (1 / samples, 1, samples, weight)
@@ -81,6 +85,24 @@ class PassNorms:
     def total(self) -> list[torch.Tensor]:
         """[sum of |g_k|^2 over this process's passes], an fp64 scalar on the device; [] without one."""
         return [torch.stack(self.squares).sum()] if self.squares else []
+
+
+def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Sum of squares as an fp64 scalar; norms per tensor in one fused call, no host read."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # In their own type the norms of halves would overflow, or have 3 digits.
+    kind = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    gradients = [part for g in gradients for part in _parts(g)]
+    norms = torch._foreach_norm(gradients, dtype=kind)
+    norms = torch.stack([n.to(device) for n in norms]).double()
+    return norms.dot(norms)
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A CPU adds one by one: the fp32 norm of 10^8 numbers comes out 1 % too small."""
+    whole = tensor.numel() <= NORM_OF or tensor.device.type != "cpu"
+    return (tensor,) if whole else tensor.reshape(-1).split(NORM_OF)
 
 
 def estimate(square: float, pass_square: float, inverse_size: float, n: int) -> tuple[float, float] | None:

@@ -4,10 +4,10 @@
 
 Contenders: train.py, a plain Accelerate loop, transformers.Trainer, and Lightning where it is installed. Each
 trains llama-tiny on the same packed rows of the embedded data with AdamW, clipping to 1 and 16 samples of 128
-tokens a step, in a process of its own, in turns. Start-up is from the interpreter's start to the end of the
-first step, the data being in the cache; tokens per second are of the last STEPS - WARM steps; memory is the
-process's peak, or its tensors' on a GPU. Trackers, checkpoints and evaluations are off, log lines every 10
-steps where there are any.
+tokens a step (on a GPU llama-125m and 1024 tokens), in a process of its own, in turns. Start-up is from the
+interpreter's start to the end of the first step, the data being in the cache; tokens per second are of the
+last STEPS - WARM steps; memory is the process's peak, or its tensors' on a GPU. Trackers, checkpoints and
+evaluations are off, log lines every 10 steps where there are any.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a checkout, uninstalled
 
-ROWS, TOKENS, STEPS, WARM = 16, 128, 100, 20
+ROWS, STEPS, WARM = 16, 100, 20
 ROUNDS = int(os.environ.get("ROUNDS", "5"))
 RATE = 3e-3
 ends: list[float] = []  # of each step, this process's clock
+
+
+def what() -> list[str]:
+    """Model and length: on a GPU a small model would measure how fast kernels are started."""
+    import torch
+
+    model, tokens = ("llama-125m", 1024) if torch.cuda.is_available() else ("llama-tiny", 128)
+    return [f"--model_name_or_path={model}", f"--sequence_length={tokens}"]
 
 
 def step_ended() -> None:
@@ -56,7 +64,7 @@ def template() -> None:
     }  # fmt: skip
     # An empty validation set: the run would else evaluate once at its end.
     train.tell_evaluation = lambda *arguments: True
-    train.main(parse([f"--{name}={value}" for name, value in flags.items()]))
+    train.main(parse([*what(), *(f"--{name}={value}" for name, value in flags.items())]))
 
 
 def material() -> tuple:
@@ -65,7 +73,7 @@ def material() -> tuple:
     from adaptive.data import load
     from adaptive.tasks import load_task
 
-    config, task = parse(["--output_dir", "unused"]), load_task("causal_lm")
+    config, task = parse(["--output_dir", "unused", *what()]), load_task("causal_lm")
     rows = load(task, config).train["train"].with_format("torch")
     return task.model(config), rows.select(range(len(rows) - 1))  # the last row is shorter
 
@@ -159,7 +167,8 @@ def contend(name: str, started: float) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**20
-    speed = ROWS * TOKENS * (STEPS - WARM) / (ends[-1] - ends[WARM - 1])
+    tokens = int(what()[1].split("=")[1])
+    speed = ROWS * tokens * (STEPS - WARM) / (ends[-1] - ends[WARM - 1])
     print(json.dumps({"tokens/s": speed, "start-up, s": born + ends[0] - started, "memory, MiB": peak}))
 
 
@@ -180,7 +189,7 @@ def main() -> None:
 
 def show(found: dict[str, list[dict]], threads: str) -> None:
     """One line for each contender."""
-    print(f"{ROWS} samples of {TOKENS} tokens, {threads} thread(s), medians of {ROUNDS}")
+    print(f"{ROWS} samples a step, {' '.join(what())}, {threads} thread(s), medians of {ROUNDS}")
     print(f"{'':22}{'tokens/s':>12}{'of train.py':>13}{'start-up, s':>13}{'memory, MiB':>13}")
     ours = found["train.py"]
     for name, runs in found.items():

@@ -80,13 +80,17 @@ def alone(folder: Path) -> dict:
     return told
 
 
-def host_reads(folder: Path) -> list[int]:
-    """Of each step after the first ones: how often the host waited for the device."""
+def host_reads(folder: Path) -> list[list[int]]:
+    """Of each step after the first ones: how often the host waited for the device, in transformers (whose
+    models look whether the rows of a pass are packed) and elsewhere.
+    """
     counts, told = [], train.Report.train
 
     def count(report, record):
         told(report, record)
-        counts.append(sum("synchronizing CUDA" in str(w.message) for w in seen))
+        waits = [w.filename for w in seen if "synchronizing CUDA" in str(w.message)]
+        inside = sum("transformers" in Path(name).parts for name in waits)
+        counts.append([inside, len(waits) - inside])
         seen.clear()
 
     train.Report.train = count
@@ -141,9 +145,11 @@ def of_one_process(folder: Path, one: dict):
     what = f"out of memory above {ROWS_THAT_FIT} rows: weights, rows of a pass at the end"
     yield what, f"{apart:.1e}, {left}", "1e-5", apart < 1e-5 and left <= ROWS_THAT_FIT
     reads = one["reads"]
-    told = NO_GPU if reads is None else " to ".join(map(str, sorted({min(reads), max(reads)})))
-    right = None if reads is None else bool(reads) and max(reads) == 1
-    yield "host reads of the device in a step", told, "1", right
+    for at, what, aim in ((0, "in transformers' forward", ""), (1, "elsewhere", "1")):
+        counts = sorted({step[at] for step in reads or []})
+        told = NO_GPU if reads is None else " to ".join(map(str, dict.fromkeys([*counts[:1], *counts[-1:]])))
+        right = None if reads is None or not aim else counts == [1]
+        yield f"host reads of the device in a step: {what}", told, aim, right
 
 
 def speeds(folder: Path):
@@ -194,7 +200,8 @@ def main() -> None:
         train.Engine.leave()
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    print(f"\n{device}, torch {torch.__version__}; llama-tiny, fp32 where nothing else is said\n")
+    models = "llama-tiny (tokens/s: llama-125m)" if torch.cuda.is_available() else "llama-tiny"
+    print(f"\n{device}, torch {torch.__version__}; {models}, fp32 where nothing else is said\n")
     missed = 0
     for what, result, aim, reached in rows(folder):
         missed += reached is False

@@ -13,7 +13,7 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS="${OMP_NUM_
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 prefix=$([ "$gpus" = 0 ] && echo cpu_)
 processes=$([ "$gpus" = 0 ] && echo 2 || echo "$gpus")
-limit=$([ "$gpus" = 0 ] && echo 900 || echo 150) # seconds of a part; on a CPU other programs may be in the way
+limit=$([ "$gpus" = 0 ] && echo 900 || echo 200) # seconds of a part; on a CPU other programs may be in the way
 folder=$(mktemp -d)
 
 part() { # name, command: its output goes to a file, which the table names where it failed
@@ -30,7 +30,10 @@ for layout in ddp zero1 zero2 zero3 fsdp2; do
     part "$layout" "${launch[@]}" benchmarks/gpu.py "$folder" "$layout"
 done
 part plain_loop env BLOCKS=16 python benchmarks/plain_loop.py
-part compare env ROUNDS=1 python benchmarks/compare.py
+# transformers.Trainer would spread one process over all devices that it sees
+first="${CUDA_VISIBLE_DEVICES:-0}" hip="${HIP_VISIBLE_DEVICES:-0}"
+part compare env ROUNDS=1 CUDA_VISIBLE_DEVICES="${first%%,*}" HIP_VISIBLE_DEVICES="${hip%%,*}" \
+    python benchmarks/compare.py
 python benchmarks/gpu.py "$folder"
 status=$? # not 0 where something is missed
 echo "output of each part: $folder"

@@ -4,6 +4,7 @@ And what a device or its driver may answer, played.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
@@ -219,6 +220,41 @@ def test_memory_of_a_device_that_does_not_say(monkeypatch):
         engine = with_gpu(monkeypatch, 40, 95, answer)
         assert engine.memory_usage() == pytest.approx(0.95)
         assert engine.free_bytes() == 60
+
+
+def test_what_the_allocator_keeps_is_no_reason_to_reduce_apart(monkeypatch):
+    """95 of 100 reserved and 40 used is not tight, 92 used is. Mutation: memory_usage() > TIGHT, which keeps
+    DDP from overlapping for good once the allocator has grown.
+    """
+    for used, tight in ((40, False), (92, True)):
+        engine = with_gpu(monkeypatch, used, 95, lambda device: (5, 100))
+        assert engine._is_tight() is tight
+
+
+def test_memory_for_the_optimizer_is_set_aside_until_it_is_there(monkeypatch):
+    """Two moments for the weights of this process that train, on engines that share them too.
+
+    Mutation: nothing where the weights are shared.
+    """
+    engine = with_gpu(monkeypatch, 40, 95, lambda device: (5, 100))
+    engine.optimizer, engine.sharded = SimpleNamespace(state={}), True
+    frozen = torch.nn.Parameter(torch.zeros(99), requires_grad=False)
+    engine.parameters = [torch.nn.Parameter(torch.zeros(5)), frozen]
+    assert engine.free_bytes() == 60 - 2 * 5 * 4
+
+
+def test_one_process_under_ddp_runs_its_passes_apart():
+    """torchrun of one process: DDP around the model. A backward that runs out of memory must not leave its
+    reducer waiting. Mutation: no_sync left out where there is one process.
+    """
+    engine = Engine.start(parse(["--output_dir", "unused"]))
+    engine.module, engine.apart, asked = torch.nn.Linear(1, 1), True, []
+    engine.accelerator.no_sync = lambda model: asked.append(model) or contextlib.nullcontext()
+    for model in (engine.module, SimpleNamespace(module=engine.module)):
+        engine.model = model
+        with engine._pass(last=True):
+            pass
+    assert asked == [engine.model]
 
 
 @pytest.mark.parametrize(

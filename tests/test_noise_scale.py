@@ -15,6 +15,7 @@ from launching import records
 import train
 from adaptive import noise_scale
 from adaptive.config import parse
+from adaptive.noise_scale import PassNorms, squared_norm
 from adaptive.schedules import feedback, parse_schedule
 from adaptive.signals import KNOWN
 from adaptive.tasks import Loaded, Task
@@ -321,3 +322,18 @@ def test_a_real_run_of_each(tmp_path, schedule):
     sizes = [record["target_batch_size"] for record in records(tmp_path / "run")]
     assert len(set(sizes)) > 1 or schedule.startswith(("loss_plateau", "norm_test", "seesaw_noise"))
     assert all(b <= 2 * a and 1 <= b <= 1024 for a, b in zip(sizes, sizes[1:], strict=False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_a_long_tensor_is_right_on_a_cpu(dtype):
+    """Of 3 10^7 ones and of a small tensor beside it; so is the norm of a pass. Mutation: the whole tensor at
+    once, whose fp32 sum of squares stops growing at 2^24 times the number of lanes (2e-3 off).
+    """
+    long, short = torch.ones(3 * 10**7, dtype=dtype), torch.full((10,), 2.0, dtype=dtype)
+    right = 3 * 10**7 + 40
+    assert float(squared_norm([long, short], torch.device("cpu"))) == pytest.approx(right, rel=1e-6)
+    norms = PassNorms([], wanted=True)
+    norms.on = True
+    for tensor in (long, short):
+        norms._add(tensor)
+    assert float(norms._square) == pytest.approx(right, rel=1e-6)

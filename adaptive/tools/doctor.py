@@ -177,8 +177,8 @@ def deepspeed(machine: Machine) -> Iterator[Finding]:
     good, bad = ([name for name, works in ops.items() if works is wanted] for wanted in (True, False))
     yield Finding("ops", f"can build: {', '.join(good) or 'none'}; cannot: {', '.join(bad) or 'none'}")
     if ops and not ops.get("cpu_adam", True):
-        remedy = "see compiler above; until then leave zero3_offload.yaml aside"
-        yield Finding("ops", "cpu_adam cannot be built, which offloading needs", remedy)
+        remedy = "see compiler above; ds_configs/ offload without it (zero_force_ds_cpu_optimizer)"
+        yield Finding("ops", "cpu_adam, the faster optimizer on CPUs, cannot be built", remedy)
 
 
 def operations() -> dict[str, bool]:
