@@ -42,7 +42,7 @@ from adaptive.report import Report  # noqa: E402
 from adaptive.schedules import decide, first_size, global_size, load_schedule  # noqa: E402
 from adaptive.self_check import check_step  # noqa: E402
 from adaptive.state import RunState  # noqa: E402
-from adaptive.tasks import Task, load_task  # noqa: E402
+from adaptive.tasks import Task, load_task, one_per_row  # noqa: E402
 
 
 def main(config: Config) -> RunState:
@@ -75,7 +75,7 @@ def main(config: Config) -> RunState:
     schedule.load_state_dict(state.schedule)
     optim.base_batch_size = optim.base_batch_size or state.initial_size
     config.batch.normalize_by = config.batch.normalize_by or task.normalize_by
-    base = global_size(optim.base_batch_size, config.batch, state.world_size)
+    base = max(global_size(optim.base_batch_size, config.batch, state.world_size), scaling.ONE)
     warmup = optim.warmup_samples or int(optim.warmup_ratio * lengths.samples)
     audit = Audit(config, engine.rank)
 
@@ -167,7 +167,7 @@ def gradient(
         for at, passed, count in zip(starts, batches, counts, strict=True):
             with engine.pass_(last=at == starts[-1], idle=at >= len(rows)):
                 sums = task.loss_sum(engine.model, engine.to_device(passed, micro))  # (rows,)
-                sums = sums[: len(count)] if len(sums) > len(count) else sums  # padded, if compiled
+                sums = one_per_row(sums, len(count), micro)
                 scales = scales or own.loss_scales(totals(), engine.world_size, [*map(len, counts)])
                 engine.backward(sums.dot(scales[at // micro].to(sums, non_blocking=True)))
             engine.norms.close_pass(own.items[at : at + micro], scales[at // micro], engine)

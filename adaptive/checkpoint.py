@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptive import order
-from adaptive.config import BadSetting, Batch, Config
+from adaptive.config import BadSetting, Batch, Config, sources
 from adaptive.records import last_run_id
 from adaptive.schedules import global_size, in_unit
 from adaptive.state import RunState
@@ -43,6 +43,7 @@ class Checkpoints:
         self.folder = Path(config.run.output_dir, "checkpoints")
         self.opened: Path | None = None  # never pruned
         self.saved_step, self.error = 0, None  # of the last save that failed
+        self.saved_evaluated = 0  # step of the last evaluation that the last checkpoint knows of
         self.run_id: str | None = None
 
     def save(self, state: RunState, report: Any) -> bool:
@@ -50,6 +51,9 @@ class Checkpoints:
         untouched.
         """
         if state.step == self.saved_step:
+            error = self._attempt(lambda: self._note_evaluation(state))
+            if error:
+                report.warn(f"the checkpoint of step {state.step} lacks its evaluation ({error})")
             return True
         target, partial = self.folder / f"step_{state.step}", self.folder / f".step_{state.step}.partial"
         error = self._attempt(lambda: self._clear(partial) if self.engine.is_main else None)
@@ -63,10 +67,22 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             report.warn(f"the checkpoint of step {state.step} was not saved ({error}); training goes on")
             return False
-        self.saved_step = state.step
+        self.saved_step, self.saved_evaluated = state.step, state.evaluated_at
         if self.engine.is_main:
             self._prune()
         return True
+
+    def _note_evaluation(self, state: RunState) -> None:
+        """Tell the checkpoint of this step what its evaluation said, which came after it was written."""
+        path = self.folder / f"step_{state.step}" / MANIFEST
+        if not self.engine.is_main or self.saved_evaluated == state.evaluated_at or not path.exists():
+            return
+        fields = {"state": state.to_json(), "eval_loss": state.signals.get("eval_loss")}
+        written = path.with_suffix(".partial")
+        written.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=1))
+        _flush(written)
+        os.replace(written, path)
+        self._prune()
 
     def due(self, state: RunState) -> bool:
         """Whether --keep_best wants this step: it was just evaluated, and better than any before."""
@@ -159,6 +175,7 @@ class Checkpoints:
         manifest = self.engine.from_rank0(lambda: json.loads((self.opened / MANIFEST).read_text()))
         state = state_at(self.opened, manifest, self.config)
         # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
+        self._same_names(manifest["config"]["dataset_name"])
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
         if self.config.run.weights_only:
@@ -170,7 +187,7 @@ class Checkpoints:
             self._same_optimizer(manifest)
             with self._of_this_run(), self.engine.own_settings():
                 self.engine.load_state(self.opened, manifest)
-        self.saved_step = state.step
+        self.saved_step, self.saved_evaluated = state.step, state.evaluated_at
         if self.opened.parent == self.folder.resolve():  # else a branch, which is a run of its own
             self.run_id = manifest["wandb_run_id"]
         if self.engine.is_main:
@@ -180,9 +197,31 @@ class Checkpoints:
             if manifest["world_size"] != self.engine.world_size:
                 processes = f"{self.engine.world_size} process(es) go on from {manifest['world_size']}"
                 print(f"{processes}: the same samples in each step, dropout with other masks", flush=True)
-        if self._go_back(state.step):
-            state.evaluated_at, state.evaluation_owed = state.step, False
+        self._learn(self._go_back(state.step), state)
         return state
+
+    def _learn(self, evaluation: dict[str, Any] | None, state: RunState) -> None:
+        """Of the step gone on from, where a kill came between its record and the checkpoint's word of it."""
+        if evaluation is None or state.evaluated_at == state.step:
+            return
+        state.learn_evaluation(evaluation["eval_loss"])
+        state.evaluation_owed = False
+        if self.opened.parent == self.folder.resolve():
+            self._attempt(lambda: self._note_evaluation(state))
+
+    def _same_names(self, before: list[str]) -> None:
+        """BadSetting where a dataset of the checkpoint has another name here: its order is of its name, so it
+        would begin anew.
+        """
+        data = self.config.data
+        then, now = sources(replace(data, dataset_name=tuple(before))), sources(data)
+        for name, dataset in then.items():
+            here = [other for other, the_same in now.items() if the_same == dataset]
+            if here and name not in now:
+                raise BadSetting(
+                    f"{dataset} is the source {name} of the checkpoint, and as {here[0]} it would begin "
+                    f"anew; write --dataset_name {name}={dataset}"
+                )
 
     def _same_optimizer(self, manifest: dict[str, Any]) -> None:
         before, here = manifest["config"]["optim"], self.config.optim.optim
@@ -206,9 +245,9 @@ class Checkpoints:
                 "continue with the --model, --task, --peft and --layer_lr_decay of its run"
             ) from None
 
-    def _go_back(self, step: int) -> bool:
+    def _go_back(self, step: int) -> dict[str, Any] | None:
         """Collective: `step` is the last one. Its records end there, on every number of processes that wrote
-        some, and checkpoints of later steps no longer count. Whether `step` has its evaluation among them,
+        some, and checkpoints of later steps no longer count. Returns the evaluation of `step` among them,
         which the run's last one comes to after the checkpoint is written.
         """
         output, rank = self.folder.parent, self.engine.rank
@@ -222,7 +261,7 @@ class Checkpoints:
                     print(f"{path} is not part of this run any more: kept as {_set_aside(path)}", flush=True)
         for path in own:
             cut_back(path, step)
-        return self.engine.from_rank0(lambda: _is_evaluated(output / "metrics.jsonl", step))
+        return self.engine.from_rank0(lambda: _evaluation(output / "metrics.jsonl", step))
 
     def _choose(self, wanted: str) -> str | None:
         if wanted == "auto":
@@ -355,9 +394,10 @@ def _numbered(folder: Path) -> list[tuple[int, Path]]:
     return [(int(found[1]), path) for path in paths if (found := STEP.match(path.name)) and path.is_dir()]
 
 
-def _is_evaluated(path: Path, step: int) -> bool:
+def _evaluation(path: Path, step: int) -> dict[str, Any] | None:
     lines = path.read_text().splitlines()[-2:] if path.exists() else []
-    return any(record["kind"] == "eval" and record["step"] == step for record in map(json.loads, lines))
+    found = [record for record in map(json.loads, lines) if record["kind"] == "eval"]
+    return next((record for record in found if record["step"] == step), None)
 
 
 def _set_aside(path: Path) -> Path:

@@ -363,12 +363,13 @@ INSTEAD = {
 ABOVE_ZERO = {
     "batch_size", "per_device_train_batch_size", "max_batch_size", "base_batch_size", "micro_batch_size",
     "samples_per_pass", "num_train_epochs", "max_samples", "sequence_length", "per_device_eval_batch_size",
-    "keep_last", "lora_r", "max_target_length", "layer_lr_decay", "grad_anomaly",
+    "keep_last", "lora_r", "lora_alpha", "max_target_length", "layer_lr_decay", "grad_anomaly",
+    "noise_every", "noise_half_life",
 }  # fmt: skip
 AT_LEAST_ZERO = {
     "dataloader_num_workers", "max_grad_norm", "weight_decay", "learning_rate", "max_skipped",
     "warmup_samples", "warmup_ratio", "seed", "self_check", "usage_correction",
-    "keep_best", "contrastive_scale", "shuffle_buffer",
+    "keep_best", "contrastive_scale", "shuffle_buffer", "adam_epsilon",
 }  # fmt: skip
 ALIASES = {"model": "model_name_or_path", "dataset": "dataset_name", "compile": "torch_compile"}
 REPEATABLE = {
@@ -459,7 +460,7 @@ def check(config: Config) -> Config:
         )
     if not 0 < data.eval_share < 1:
         raise BadSetting(f"--eval_share is {data.eval_share}; write a share between 0 and 1, such as 0.1")
-    for name in ("mlm_probability", "label_smoothing_factor"):
+    for name in ("mlm_probability", "label_smoothing_factor", "lora_dropout", "adam_beta1", "adam_beta2"):
         if not 0 <= settings[name] < 1:
             raise BadSetting(f"--{name} is {settings[name]}; write a share of at least 0 and below 1")
     if optim.warmup_ratio > 1:

@@ -55,7 +55,7 @@ def walk(config: Config, schedule: Schedule, lengths: Lengths, world_size: int) 
     optim, batch = config.optim, config.batch
     decay, rule = scaling.parse_decay(optim), scaling.parse_rule(optim.lr_scaling, optim.optim)
     state = RunState.fresh(list(lengths.sources), world_size, first_size(schedule, batch))
-    base = global_size(optim.base_batch_size or state.initial_size, batch, world_size)
+    base = max(global_size(optim.base_batch_size or state.initial_size, batch, world_size), scaling.ONE)
     warmup = optim.warmup_samples or int(optim.warmup_ratio * lengths.samples)
     done = Walk([], [], [], [], state)
     while not 0 < config.run.max_steps <= state.step:

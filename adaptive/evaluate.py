@@ -18,6 +18,7 @@ from adaptive.data import Unreadable, fetch_each
 from adaptive.plan import Lengths, passes
 from adaptive.records import counters
 from adaptive.state import RunState
+from adaptive.tasks import one_per_row
 
 
 def evaluate(
@@ -58,7 +59,7 @@ def _totals(
                     return None
                 if len(mine):
                     items = task.items(batch).to(engine.device)
-                    values = {name: value[: len(items)] for name, value in values.items()}
+                    values = {n: one_per_row(value, len(items), batch_size) for n, value in values.items()}
                     sums += _sums(values, names, items, normalize_by)
             pool = _pool(engine, task, pooled, len(dataset))
     finally:

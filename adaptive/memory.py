@@ -88,7 +88,7 @@ class MicroBatch:
         (longest,) = self.engine.maximum([self.engine.length])
         self.state.micro_batch_size = rows // 2
         if self.every.count:
-            self.state.regrow_at = self._now() + self.every.count
+            self.state.regrow_at, self.state.regrow_unit = self._now() + self.every.count, self.every.unit
         self.report.warn(
             f"out of memory at step {self.state.step + 1} with passes of {rows} rows of length "
             f"{longest:.0f} ({n_passes} of them); the step is run again with {rows // 2}"
@@ -97,7 +97,11 @@ class MicroBatch:
     def _regrow(self) -> None:
         """Double the rows once --micro_batch_regrow has passed since they were halved or doubled."""
         state = self.state
-        if state.regrow_at is None or self._now() < state.regrow_at:
+        if state.regrow_at is None or not self.every.count:
+            return
+        if state.regrow_unit != self.every.unit:  # of a start with another setting: counted anew
+            state.regrow_at, state.regrow_unit = self._now() + self.every.count, self.every.unit
+        if self._now() < state.regrow_at:
             return
         state.micro_batch_size = min(2 * (state.micro_batch_size or self.most), self.most)
         grown = state.micro_batch_size == self.most
@@ -109,7 +113,8 @@ class MicroBatch:
     def _find(self, task: Any, copies: Callable[[int], Any], most: int) -> int:
         engine = self.engine
         free = -engine.maximum([-MARGIN * engine.free_bytes()])[0]  # on the fullest process
-        found = find(most, lambda rows: self._try(task, copies(rows)), free, engine.device.type == "cpu")
+        ends = engine.device.type == "cpu" or not engine.repeats  # the process, or the run: see passes()
+        found = find(most, lambda rows: self._try(task, copies(rows)), free, ends)
         return found or self._refuse()
 
     def _refuse(self) -> None:

@@ -33,10 +33,11 @@ def build_optimizer(model: torch.nn.Module, optim: Optim, zero_stage: int = 0) -
         raise BadSetting(f"--optim_args {optim.optim_args!r} has {(own or arguments)[0]}; write {instead}")
     if optim.learning_rate is None:
         raise BadSetting("the task has no learning rate of its own; write --learning_rate")
+    groups = parameter_groups(model, optim.weight_decay, optim.layer_lr_decay)
+    if not groups:
+        raise BadSetting("no weight of the model requires a gradient; unfreeze some in the task's model()")
     try:
-        return OPTIMIZERS[name](
-            parameter_groups(model, optim.weight_decay, optim.layer_lr_decay), optim, **settings
-        )
+        return OPTIMIZERS[name](groups, optim, **settings)
     except (TypeError, ValueError) as error:
         if isinstance(error, BadSetting):
             raise

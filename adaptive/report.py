@@ -222,11 +222,15 @@ class Report:
         self._track(record)
 
     def _seconds_left(self, record: dict[str, Any]) -> float | None:
-        """By samples, not steps, at the mean speed since this process began."""
-        n, seconds = (record[name] - self.start[name] for name in ("samples", "seconds"))
-        if not self.total_samples or n <= 0:
-            return None
-        return max(self.total_samples - record["samples"], 0) * seconds / n
+        """To the end of the samples or of --max_steps, at the mean speed since this process began."""
+        done = {name: record[name] - self.start[name] for name in ("samples", "step", "seconds")}
+        ends = {"samples": self.total_samples or 0, "step": self.config.run.max_steps}
+        left = [
+            max(end - record[name], 0) * done["seconds"] / done[name]
+            for name, end in ends.items()
+            if end > 0 and done[name] > 0
+        ]
+        return min(left, default=None)
 
     @contextlib.contextmanager
     def _guard(self, part: str, switch_off: Any = None):

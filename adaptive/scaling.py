@@ -41,8 +41,9 @@ u being its uses so far, U their mean over the slots, and k --usage_correction.
 nothing else scales: accumulation is 1 in Accelerator and in DeepSpeed. Then the sum over ranks and passes is
 (1), whatever the number of ranks, their shares and the micro-batches.
 
-**Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, p the share of the run before the
-step. Linear rule: Goyal et al. 2017; square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. AdaScale
+**Learning rate** of a step: `base_lr * warmup * decay(p) * rule(M / base)`, base being the M of
+--base_batch_size, so at least 1, and p the share of the run before the step. Linear rule: Goyal et al. 2017;
+square root: Krizhevsky 2014, and Malladi et al. 2022 for Adam. AdaScale
 (Johnson et al. 2020): a step of S = M / base times the samples is worth the gain
 
     r = (sigma^2 + mu^2) / (sigma^2 / S + mu^2) = (B / base + 1) / (B / M + 1)                          (6)
@@ -153,7 +154,9 @@ def parse_rule(text: str, optimizer: str = "adamw_torch") -> Callable[..., float
         if not math.isfinite(rule(2.0, *arguments, **options)):  # TypeError for a complex number
             raise OverflowError
     except (TypeError, OverflowError):
-        raise BadSetting(f"--lr_scaling is {text!r}; write none, linear, sqrt or power(p)") from None
+        raise BadSetting(
+            f"--lr_scaling is {text!r}; write none, linear, sqrt, adascale or power(p), such as power(0.75)"
+        ) from None
     if rule is adascale_gain:
         power = 1.0 if optimizer == "sgd" else 0.5
 

@@ -3,7 +3,7 @@
 A schedule names the signals it wants as parameters; a signal without a value yet is None. Everything a step
 measures travels in one fused fp64 all-reduce (`Measured`), after the last backward and with one host read of
 the device.
-To add one: a line in KNOWN and a line in `after_step`; a task adds its own through `signals()`.
+To add one: a line in KNOWN and in MEASURED, and one in `after_step`; a task adds its own through `signals()`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KNOWN = {
     "source_loss": "{source: loss}, each of the last step that had samples of it; loss/SOURCE in records",
     "source_coverage": "{source: share of its running epoch used}; coverage/SOURCE in records",
 }
-# Recorded by name when in use; the others are in every record.
+# Recorded by name when in use; the others are in every record, or follow from it.
 MEASURED = noise_scale.SIGNALS | {
     "task_ratios",
     "new_data_ratio",
@@ -149,7 +149,9 @@ def _difficulty(own: Any, losses: list) -> list:
     """[sum on the device, number] of this rank's samples; by loss only of those that are supervised."""
     n, sums = len(own.rows), torch.cat(losses).double()
     if own.difficulty is not None:
-        return [torch.tensor(sum(own.difficulty), dtype=torch.float64, device=sums.device), n]
+        known = [value for value in own.difficulty if math.isfinite(value)]  # a missing one is NaN
+        total = torch.tensor(sum(known), dtype=torch.float64)
+        return [total.to(sums.device, non_blocking=True), len(known)]
     counts = _items(own, sums.device)
     hard = -torch.expm1(-sums[:n] / counts.clamp(min=1))
     return [torch.where(counts > 0, hard, 0.0).sum(), sum(n > 0 for n in own.items)]

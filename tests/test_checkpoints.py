@@ -325,6 +325,61 @@ def test_another_schedule_starts_without_the_memory_of_the_one_before(tmp_path):
     assert run(tmp_path, *resume, "10", "--schedule", "gradient_memory()").schedule == {"history": []}
 
 
+def test_the_last_evaluation_is_in_the_checkpoint_that_came_before_it(tmp_path):
+    """The last step was saved, then evaluated: it is the best, and stays so at the resume.
+
+    Mutations: nothing written after the save (step 4 is pruned); the resume told only that there was one.
+    """
+    once = ["--keep_best", "1", "--keep_last", "1", "--eval_every", "100 steps", "--save_every", "2 steps"]
+    run(tmp_path, *once, "--max_steps", "4", losses=(1.0,))
+    path = tmp_path / "checkpoints" / "step_4" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    assert manifest["eval_loss"] == manifest["state"]["best_eval_loss"] == 1.0
+    resume = ["--resume_from_checkpoint", "auto", "--num_train_epochs", "9"]
+    state = run(tmp_path, *once, *resume, "--max_steps", "8", losses=(2.0,))
+    assert (state.best_eval_loss, state.best_at) == (1.0, 4) and steps(tmp_path) == [4, 8]
+
+
+def test_an_evaluation_that_a_kill_parted_from_its_checkpoint_is_found(tmp_path):
+    """metrics.jsonl has it. Mutation: `evaluated_at` alone: no loss, no signal, and no best."""
+    run(tmp_path, "--max_steps", "4", "--eval_every", "100 steps", losses=(1.0,))
+    path = tmp_path / "checkpoints" / "step_4" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["state"] |= {"evaluated_at": 0, "best_eval_loss": None, "best_at": 0, "signals": {}}
+    path.write_text(json.dumps(manifest | {"eval_loss": None}))
+    more = ["--resume_from_checkpoint", "auto", "--max_steps", "5", "--num_train_epochs", "9"]
+    state = run(tmp_path, *more, "--eval_every", "100 steps", losses=(2.0,))
+    assert (state.best_eval_loss, state.best_at) == (1.0, 4)
+    assert json.loads(path.read_text())["eval_loss"] == 1.0
+
+
+def test_a_source_does_not_begin_anew_under_another_name(tmp_path):
+    """Its order is of its name: alone it is called train, beside another one by its file.
+
+    Mutation: "one that went is forgotten", whatever it is called now: its rows again, in another order.
+    """
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {k}, long enough\n" for k in range(99)))
+    a, b, folder = f"{tmp_path}/a.txt", f"{tmp_path}/b.txt", tmp_path / "run"
+    flags = [
+        "--task",
+        "causal_lm",
+        "--report_to",
+        "none",
+        "--sequence_length",
+        "16",
+        "--output_dir",
+        str(folder),
+    ]
+    flags += ["--eval_share", "0.2", "--batch_size", "4"]
+    train.main(parse([*flags, "--dataset_name", a, "--max_steps", "2"]))
+    more = ["--resume_from_checkpoint", "auto", "--allow_dataset_change", "--max_steps", "4"]
+    with pytest.raises(BadSetting, match=f"source train of the checkpoint.*write --dataset_name train={a}"):
+        train.main(parse([*flags, *more, "--dataset_name", a, b]))
+    state = train.main(parse([*flags, *more, "--dataset_name", f"train={a}", b]))
+    assert state.cursor["train"] > 8 and state.cursor["b"] > 0
+
+
 def test_a_checkpoint_cannot_run_code(tmp_path):
     """R56. A pickle in place of training.pt, its manifest forged: refused in one line, and not run.
 

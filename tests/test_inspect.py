@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState
-from launching import unread
+from launching import records, unread
 
 import train
 from adaptive.config import BadSetting, parse
@@ -303,6 +303,20 @@ def test_several_sources_are_right(tmp_path, capsys):
     told = capsys.readouterr().out
     assert re.search(r"prose: every position from 0 to \d+ once \([1-9]\d* whole epochs", told), told
     assert "code: every position" in told and "none twice in an epoch" in told
+
+
+def test_draws_from_several_sources_are_right(tmp_path, capsys):
+    """1.5 of each: 2 to 4 samples a step. Mutation: the sum of 3 drawn as one number, which is always 3."""
+    names = []
+    for name in ("code", "prose"):
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {k}, long enough\n" for k in range(200)))
+        names.append(f"{name}={tmp_path / name}.txt")
+    flags = [*TEXT, "--dataset_name", *names, "--source_sizes", "1.5", "1.5", "--schedule", "constant()"]
+    more = ["--batch_size", "3", "--participation", "bernoulli", "--max_steps", "12"]
+    folder = start(tmp_path / "run", *flags, *more)
+    sizes = {record["batch_size"] for record in records(folder)}
+    assert {2, 4} & sizes, "else this test shows nothing"
+    assert inspect_run([str(folder), "--verify"]) == 0, capsys.readouterr().out
 
 
 def test_a_step_without_its_audit_and_with_a_row_that_cannot_be_read(runs, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from types import SimpleNamespace
 from unittest.mock import ANY
@@ -12,12 +13,14 @@ import torch
 from launching import audits, records
 
 import train
+from adaptive import tasks
 from adaptive.config import BadSetting, parse
 from adaptive.data import Share
 from adaptive.deepspeed_engine import DeepSpeedEngine
 from adaptive.engine import Engine
 from adaptive.signals import suspects
 from adaptive.tasks import Loaded, Task
+from adaptive.tools.inspect_run import main as inspect_run
 
 RUN = [
     "--report_to", "none", "--batch_size", "8", "--schedule", "constant()", "--optim", "sgd", "--audit",
@@ -242,3 +245,59 @@ def test_a_run_of_empty_steps_hears_a_signal(tmp_path):
             signal.signal(number, handler)
     assert state.samples == 0 and 3 <= state.step <= 5
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step_{state.step}"]
+
+
+class Shaped(Squares):
+    """Losses of another shape than one per row."""
+
+    broken, shape = -1, None
+
+    def loss_sum(self, model, batch):
+        losses = model(batch["x"]).square()
+        return {"element": losses.flatten(), "mean": losses.mean(), "column": losses.sum(1, keepdim=True)}[
+            self.shape
+        ]
+
+
+@pytest.mark.parametrize(("shape", "said"), [
+    ("element", r"\(16,\) for 8 rows"), ("mean", r"\(\) for 8 rows"), ("column", r"\(8, 1\) for 8 rows"),
+])  # fmt: skip
+def test_losses_that_are_not_one_per_row_are_refused(tmp_path, monkeypatch, shape, said):
+    """Mutation: the first 8 of 16 numbers taken for the rows' losses, without a word."""
+    monkeypatch.setattr(Shaped, "shape", shape)
+    monkeypatch.setattr(train, "load_task", lambda name: Shaped())
+    with pytest.raises(BadSetting, match=f"losses of shape {said}; return one sum per row, shape \\(8,\\)"):
+        train.main(parse([*RUN, "--output_dir", str(tmp_path)]))
+
+
+def test_evaluated_losses_that_are_not_one_per_row_are_refused(tmp_path, monkeypatch):
+    """Mutation: `value[: len(items)]`."""
+
+    class Measured(Squares):
+        def load(self, config):
+            return Loaded(train=Rows(-1), eval=Rows(-1))
+
+        def measure(self, model, batch):
+            return {"loss": model(batch["x"]).square().flatten()}
+
+    monkeypatch.setattr(train, "load_task", lambda name: Measured())
+    with pytest.raises(BadSetting, match=r"losses of shape \(80,\) for 40 rows"):
+        train.main(parse([*RUN, "--max_steps", "1", "--output_dir", str(tmp_path)]))
+
+
+def test_rows_that_were_skipped_do_not_make_a_run_wrong(tmp_path, monkeypatch, capsys):
+    """inspect_run --verify: a step has as many rows less as bad_samples says, and no more.
+
+    Mutation: the audit's rows and those of the positions compared as if all could be read.
+    """
+    monkeypatch.setattr(train, "load_task", lambda name: Squares())
+    train.main(parse([*RUN, "--on_bad_sample", "skip", "--output_dir", str(tmp_path)]))
+    monkeypatch.setattr(tasks, "load_task", lambda name: Squares())
+    assert inspect_run([str(tmp_path), "--verify"]) == 0
+    path = tmp_path / "audit" / "rank0.jsonl"
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    whole = next(line for line in lines if len(line["indices"]) == 8)
+    whole["indices"].pop()
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert inspect_run([str(tmp_path), "--verify"]) == 1
+    assert "the audit's 7 rows" in capsys.readouterr().out

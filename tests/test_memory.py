@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from launching import records
 
 import train
-from adaptive.config import BadSetting, Batch, parse
+from adaptive.config import BadSetting, Batch, Every, parse
 from adaptive.engine import _Holding
 from adaptive.memory import MicroBatch, find, ran_out
 from adaptive.state import RunState
@@ -233,6 +233,24 @@ def test_rows_grow_back(tmp_path):
     )  # fmt: skip
     assert [r["micro_batch_size"] for r in lines] == [6, 1, 1, 2, 2, 4, 4, 6, 6]
     assert state.regrow_at is None and state.micro_batch_size == 6
+
+
+@pytest.mark.parametrize(("setting", "rows"), [
+    ("never", [4, 4, 4, 4]), ("2 minutes", [4, 8, 8, 16]), ("5 steps", [8, 16, 16, 16]),
+])  # fmt: skip
+def test_rows_grow_back_as_this_start_says(setting, rows):
+    """An earlier start halved them at "5 steps"; here at steps 10, 15, 16, 20 after 20, 141, 150, 262 s.
+
+    Mutations: grown by `never`; seconds compared with the step that an earlier start had noted.
+    """
+    state = RunState(micro_batch_size=4, regrow_at=10, regrow_unit="step")
+    made = MicroBatch.__new__(MicroBatch)
+    made.state, made.most, made.every = state, 64, Every.parse(setting, "micro_batch_regrow")
+    seen = []
+    for state.step, state.seconds in ((10, 20.0), (15, 141.0), (16, 150.0), (20, 262.0)):
+        made._regrow()
+        seen.append(state.micro_batch_size)
+    assert seen == rows if setting != "5 steps" else seen[:3] == rows[:3]
 
 
 def test_one_row_too_many_is_an_error(tmp_path):

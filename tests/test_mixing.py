@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
@@ -359,6 +360,13 @@ def test_difficulty_comes_from_a_column(tmp_path):
     assert sizes[1:] == [max(s - 2, 4) if h else s + 1 for s, h in zip(sizes, hard, strict=False)][:5]
     with pytest.raises(BadSetting, match="--difficulty_column no"):
         run(tmp_path / "no", "--dataset_name", "b", "--difficulty_column", "no")
+
+
+def test_a_sample_without_a_difficulty_is_left_out_of_the_mean():
+    """NaN, as a column with a missing value has it. Mutation: summed, and the signal is null for good."""
+    own = SimpleNamespace(rows=[{}] * 4, difficulty=[0.25, math.nan, 0.75, math.nan])
+    total, n = signals._difficulty(own, [torch.zeros(4)])
+    assert (float(total), n) == (1.0, 2)
 
 
 # Decisions

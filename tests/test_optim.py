@@ -181,3 +181,10 @@ def test_a_run_uses_the_factors_and_reports_anomalies(tmp_path, capsys):
         assert found == pytest.approx([peak * 0.01**k for k in (3, 2, 1, 0)])
     assert all(a == pytest.approx(b, rel=1e-2, abs=1e-7) for a, b in moved.values())
     assert capsys.readouterr().out.count("above --grad_anomaly") == 3
+
+
+def test_a_model_without_a_weight_that_trains_is_refused():
+    """Mutation: torch's "optimizer got an empty parameter list", said of --optim_args."""
+    model = torch.nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(BadSetting, match="no weight of the model requires a gradient"):
+        build_optimizer(model, parse(["--learning_rate", "0.1"]).optim)

@@ -240,3 +240,19 @@ def test_a_schedule_that_measures_cannot_be_planned():
         config = parse(["--dry_run", "--schedule", text])
         words = ("--dry_run", text.split("(")[0], "only a run measures", "replay")
         refused(lambda config=config: load_schedule(config, SIGNALS), *words)
+
+
+@pytest.mark.parametrize("flags", [
+    ["--batch_size", "0.25"], ["--per_device_train_batch_size", "0.3"], ["--batch_size", "3"],
+    ["--batch_size", "0.5", "--base_batch_size", "0.1"],
+])  # fmt: skip
+def test_a_constant_size_keeps_the_rate_that_was_asked_for(flags):
+    """Also below 1, where an update is one sample: --learning_rate is that of the base size.
+
+    Mutation: rule(M / base) with a base of 0.25, for which M is 1: twice the rate.
+    """
+    more = ["--schedule", "constant()", "--lr_scheduler_type", "constant", "--learning_rate", "1e-3"]
+    config = parse([*flags, *more, "--num_train_epochs", "1"])
+    schedule = load_schedule(config, SIGNALS)
+    walked = dry_run.walk(config, schedule, Lengths({"train": 39}, Fraction(1)), 1)
+    assert set(walked.rates) == {1e-3}

@@ -598,3 +598,13 @@ def test_other_ranks_do_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not (tmp_path / "run").exists()
+
+
+def test_time_left_ends_with_max_steps():
+    """10 steps of 100 and 80 samples of 8,000 took 5 s. Mutation: by samples alone (495 s)."""
+    report = object.__new__(Report)
+    report.start = dict.fromkeys(("step", "samples", "seconds"), 0)
+    record = {"step": 10, "samples": 80, "seconds": 5.0}
+    for steps, samples, left in ((100, 8000, 45), (-1, 8000, 495), (100, None, 45), (-1, None, None)):
+        report.config, report.total_samples = parse(["--max_steps", str(steps)]), samples
+        assert report._seconds_left(record) == (left and pytest.approx(left))

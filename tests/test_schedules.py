@@ -7,6 +7,7 @@ import math
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from adaptive.schedules import (
     load_schedule,
     parse_schedule,
     received_signals,
+    remembered,
 )  # fmt: skip
 from adaptive.signals import KNOWN
 from adaptive.state import RunState
@@ -647,3 +649,15 @@ def test_a_bad_initial_size_of_a_schedule_is_named():
             return 8
 
     refused(lambda: first_size(Schedule("odd", Odd(), SIGNALS), Batch()), "odd", "nan", "step 1")
+
+
+def test_a_memory_that_json_changes_is_refused_at_once():
+    """A key that is no text comes back as one, which load_state_dict would not know. NaN and tuples pass.
+
+    Mutation: json.dumps alone: saved, and not to be restored.
+    """
+    schedule = SimpleNamespace(name="mine", state_dict=lambda: {"deep": [({1: 2},)]})
+    with pytest.raises(BadSetting, match="the key 1 is no text.*texts as keys"):
+        remembered(schedule, 1)
+    schedule.state_dict = lambda: {"pair": (1, math.nan)}
+    assert remembered(schedule, 1)["pair"][0] == 1

@@ -29,6 +29,7 @@ from adaptive.data import Share
 from adaptive.engine import Engine
 from adaptive.tasks import chat
 from adaptive.tasks.causal_lm import CausalLM
+from adaptive.tasks.classification import _encoded
 from adaptive.tasks.masked_lm import MaskedLM, draws, numbered
 from adaptive.tasks.packing import bundle, split
 from adaptive.tasks.seq2seq import Seq2Seq
@@ -233,6 +234,53 @@ def fast_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
 
 
+def test_texts_without_a_token_and_tokenizers_without_padding_classify(tmp_path):
+    """GPT-2's kind: it adds no token to an empty text, and pads with the token that ends one. Passes of 1 row
+    or of 4 are the same steps.
+
+    Mutations: an empty row kept (of a pass of its own: cannot reshape); no pad token (cannot handle batch
+    sizes > 1).
+    """
+    tokenizer = fast_tokenizer()
+    assert _encoded({"text": [""]}, tokenizer, 9) == {"input_ids": [[0]], "attention_mask": [[1]]}
+    GPT2LMHeadModel(GPT2Config(**GPT2.to_diff_dict() | {"pad_token_id": None})).save_pretrained(
+        tmp_path / "model"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    texts = ["" if n % 3 == 0 else "x" * n for n in range(30)]
+    datasets.Dataset.from_dict({"text": texts, "label": [n % 2 for n in range(30)]}).to_json(
+        tmp_path / "t.jsonl"
+    )
+    flags = [
+        "--task",
+        "classification",
+        "--model",
+        str(tmp_path / "model"),
+        "--dataset",
+        str(tmp_path / "t.jsonl"),
+    ]
+    flags += [
+        "--report_to",
+        "none",
+        "--batch_size",
+        "4",
+        "--max_steps",
+        "4",
+        "--optim",
+        "sgd",
+        "--micro_batch_size",
+    ]
+    with pytest.raises(BadSetting, match="its tokenizer has none, nor a token that ends a text"):
+        train.main(parse([*flags, "4", "--output_dir", str(tmp_path / "none")]))
+    tokenizer.eos_token = "!"
+    tokenizer.save_pretrained(tmp_path / "model")
+    losses = []
+    for rows in ("1", "4"):
+        train.main(parse([*flags, rows, "--output_dir", str(tmp_path / rows)]))
+        losses.append([record["loss"] for record in records(tmp_path / rows)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("make", [ByT5Tokenizer, fast_tokenizer])
 @pytest.mark.parametrize(
     ("template", "answers"),
@@ -277,6 +325,18 @@ def test_conversations_train_and_pack(tmp_path):
     assert seen["none"]["input_tokens"] == seen["documents"]["input_tokens"]
     with pytest.raises(BadSetting, match="--packing stream"):
         train.main(parse([*flags, "--packing", "stream", "--output_dir", str(tmp_path / "bad")]))
+
+
+@pytest.mark.parametrize(
+    "messages", ["a text", [], [{"role": "assistant", "content": None}], [{"who": "me"}]]
+)
+def test_a_conversation_that_is_none_is_one_line(messages):
+    """It names the row. Mutation: `supervised` called bare: AttributeError, KeyError, ValueError."""
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML
+    good = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    with pytest.raises(BadSetting, match=r"the conversation of row 8 cannot be encoded \(.*list of messages"):
+        chat._encoded({"messages": [good, messages]}, [7, 8], tokenizer, 16)
 
 
 # Whole runs, on what is embedded

@@ -311,12 +311,26 @@ def remembered(schedule: Schedule, step: int) -> Any:
         memory = schedule.state_dict()
         if step <= 2:  # before its first call, and after
             json.dumps(memory)
+            _refuse_keys(memory)
     except Exception as error:
         raise BadSetting(
             f"the state_dict() of the schedule {schedule.name} cannot be saved ({described(error)}); return "
-            "plain numbers, texts, lists and dictionaries"
+            "plain numbers, texts, lists and dictionaries with texts as keys"
         ) from error
     return memory
+
+
+def _refuse_keys(memory: Any) -> None:
+    """TypeError for a key that JSON would make a text of."""
+    if isinstance(memory, dict):
+        for key in memory:
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r} is no text")
+        memory = memory.values()
+    elif not isinstance(memory, (list, tuple)):
+        return
+    for part in memory:
+        _refuse_keys(part)
 
 
 def _shares(parts: dict[str, Any]) -> dict[str, Fraction | int]:

@@ -105,6 +105,21 @@ class Task:
         return {}
 
 
+def one_per_row(losses: torch.Tensor, rows: int, padded: int) -> torch.Tensor:
+    """(rows,) of what a task returned for a pass of `rows`, which is filled up to `padded` if it is compiled.
+
+    BadSetting where it is not one number per row: no reader could tell a sum over the wrong ones from a loss.
+    """
+    shape = tuple(getattr(losses, "shape", ()))
+    if shape == (rows,):
+        return losses
+    if shape == (padded,) and padded > rows:
+        return losses[:rows]
+    raise BadSetting(
+        f"the task returned losses of shape {shape} for {rows} rows; return one sum per row, shape ({rows},)"
+    )
+
+
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """(rows, length, words), (rows, length) -> (rows,) cross-entropy summed over labels other than -100.
 
@@ -215,8 +230,10 @@ def build_tokenizer(config: Config, presets: dict[str, dict]) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
+        named = "--tokenizer_name" if config.model.tokenizer_name else "--model_name_or_path"
         raise BadSetting(
-            f"no tokenizer could be opened from {name!r}; write --tokenizer_name: {reason}"
+            f"no tokenizer could be opened from {named} {name!r}; write a preset ({', '.join(presets)}), a "
+            f"folder or a hub name, and --tokenizer_name where a model's folder has none: {reason}"
         ) from None
 
 

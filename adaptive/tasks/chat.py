@@ -19,12 +19,24 @@ def encode(dataset: Any, tokenizer: Any, length: int) -> Any:
     if not tokenizer.chat_template:
         raise BadSetting("the tokenizer has no chat template; write a --tokenizer_name that has one")
     settings = {"tokenizer": tokenizer, "length": length}
-    dataset = dataset.map(_encoded, batched=True, fn_kwargs=settings, remove_columns=dataset.column_names)
+    dataset = dataset.map(
+        _encoded, batched=True, with_indices=True, fn_kwargs=settings, remove_columns=dataset.column_names
+    )
     return arrays(dataset)
 
 
-def _encoded(rows: dict[str, list], tokenizer: Any, length: int) -> dict[str, list]:
-    pairs = [supervised(messages, tokenizer) for messages in rows["messages"]]
+def _encoded(rows: dict[str, list], indices: list[int], tokenizer: Any, length: int) -> dict[str, list]:
+    pairs = []
+    for index, messages in zip(indices, rows["messages"], strict=True):
+        try:
+            pairs.append(supervised(messages, tokenizer))
+        except BadSetting:
+            raise
+        except Exception as error:  # of the data, or of what the tokenizer's template makes of it
+            raise BadSetting(
+                f"the conversation of row {index} cannot be encoded ({type(error).__name__}: {error}); "
+                'write a list of messages, such as {"role": "user", "content": "text"}'
+            ) from error
     return {
         "input_ids": [tokens[:length] for tokens, _ in pairs],
         "labels": [labels[:length] for _, labels in pairs],

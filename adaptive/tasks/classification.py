@@ -40,6 +40,8 @@ class Classification(Task):
             )
         self.names = corpus.label_names
         self.tokenizer = build_tokenizer(config, PRESETS)
+        if self.tokenizer.pad_token_id is None and self.tokenizer.eos_token is not None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token  # as for models that were not padded before
         self.pad = self.pad | {"input_ids": self.tokenizer.pad_token_id or 0}
         return Loaded(
             encode(corpus.train, self.tokenizer, length, config.data.difficulty_column),
@@ -59,6 +61,11 @@ class Classification(Task):
             label2id={name: at for at, name in enumerate(self.names)},
         )
         if model.config.pad_token_id is None:
+            if self.tokenizer.pad_token_id is None:
+                raise BadSetting(
+                    "the model looks for padding, and its tokenizer has none, nor a token that ends a text; "
+                    "write a --tokenizer_name with one"
+                )
             model.config.pad_token_id = self.tokenizer.pad_token_id
         return model
 
@@ -90,4 +97,9 @@ def encode(dataset: Any, tokenizer: Any, length: int, kept: str | None = None) -
 
 def _encoded(rows: dict[str, list], tokenizer: Any, length: int) -> dict[str, list]:
     encoded = tokenizer(rows["text"], truncation=True, max_length=length)
-    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+    # An empty text is one token of padding to a tokenizer that adds none: a model needs something to read.
+    nothing = [tokenizer.pad_token_id or 0]
+    return {
+        "input_ids": [tokens or nothing for tokens in encoded["input_ids"]],
+        "attention_mask": [mask or [1] for mask in encoded["attention_mask"]],
+    }

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from adaptive.config import BadSetting, Config, parse
+from adaptive.config import BadSetting, Config, parse, warn
 from adaptive.schedules import global_size
 from adaptive.state import RunState
 from adaptive.tools import fit
@@ -20,6 +20,7 @@ from adaptive.tools.search import Candidate, Search
 
 # flags of train.py that say what a branch takes from its checkpoint
 HELD = ("learning_rate", "base_batch_size", "lr_scheduler_type", "lr_scheduler_kwargs")
+DECAYED = 0.1  # of the peak learning rate: below it a branch says little about sizes
 
 
 def branch(asked: Asked, search: Search) -> dict[str, Any]:
@@ -85,7 +86,13 @@ def branch_settings(
     plain = [r for r in own if abs(r["batch_size"] - r["target_batch_size"]) < 1] or own
     if not plain:
         raise BadSetting(f"{checkpoint} has no update before it; start from a later checkpoint")
-    config.optim.learning_rate = plain[-1]["learning_rate"]
+    rate, peak = plain[-1]["learning_rate"], config.optim.learning_rate
+    if peak and rate < DECAYED * peak:
+        warn(
+            f"{checkpoint} has {rate / peak:.1%} of the run's peak learning rate, with which all sizes look "
+            "alike; start from an earlier one, or from a run with a constant rate and --save_every"
+        )
+    config.optim.learning_rate = rate
     config.optim.base_batch_size = max(plain[-1]["target_batch_size"], 1.0)
     config.optim.lr_scheduler_type, config.optim.lr_scheduler_kwargs = "constant", ""
     if "lr_scaling" not in asked.names:

@@ -76,8 +76,9 @@ def metric_of(asked: Asked, result: dict) -> float:
     """What a candidate ended with; the worst there is where it gave up or diverged."""
     worst, names = math.inf if asked.loss_metric else -math.inf, [k for k in result if k.startswith("eval_")]
     if result["ended"] == "done" and asked.flags.metric not in ("loss", *names):
+        none = "" if names else " (without validation data there is none; --eval_dataset has some)"
         raise BadSetting(
-            f"--metric {asked.flags.metric} is none of this task's; write loss, {', '.join(names)}"
+            f"--metric {asked.flags.metric} is none of this run's; write {', '.join(['loss', *names])}{none}"
         )
     if asked.flags.metric == "loss" and result["losses"]:
         value = fit.smoothed(result["losses"], 0.5)
