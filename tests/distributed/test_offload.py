@@ -41,8 +41,8 @@ def test_offloaded_steps_are_those_of_one_process(tmp_path, stage):
     """A gradient that was discarded is gone, after a step that is not finite and after one that --self_check
     ran again; norms and skipped steps are those of one process, weights agree to 1e-6.
 
-    Mutations: micro_step_id left above 0 by `discard` (twice the gradient with --self_check); its word of an
-    overflow left (every later step is nonfinite); `_reduced_gradient` of what is offloaded left out (norm 0).
+    Mutation: micro_step_id left above 0 by `discard` (twice the gradient with --self_check, and no finite
+    step after one that is not).
     """
     flags = [*COMMON, *SGD, "--micro_batch_size", "3", "--max_steps", "24", "--eval_every", "never", "--task",
              f"{__file__}:Spoilt", "--max_skipped", "24", "--max_grad_norm", "0"]  # fmt: skip
