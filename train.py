@@ -124,7 +124,7 @@ def main(config: Config) -> RunState:
             )  # fmt: skip
             signals.after_step(state, plan, lengths, record, measured, before["seconds"], config)
             record |= checked | {name: state.signals.get(name) for name in wanted & signals.MEASURED}
-            record = {name: seen[name] for name in wanted & of_task} | record
+            record = {name: seen.get(name) for name in wanted & of_task} | record
             report.train(record)
             report.once(decision["clamped"])
             state.refuse_divergence(optim.max_skipped)

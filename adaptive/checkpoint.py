@@ -174,8 +174,8 @@ class Checkpoints:
         self.opened = Path(chosen).resolve()
         manifest = self.engine.from_rank0(lambda: json.loads((self.opened / MANIFEST).read_text()))
         state = state_at(self.opened, manifest, self.config)
-        # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         self._same_names(manifest["config"]["dataset_name"])
+        # A source that was added (--allow_dataset_change) begins at its start; one that went is forgotten.
         state.cursor = {source: state.cursor.get(source, at) for source, at in fresh.cursor.items()}
         state.carry = {source: state.carry.get(source, rest) for source, rest in fresh.carry.items()}
         if self.config.run.weights_only:

@@ -26,7 +26,7 @@ def problem(environment: Mapping[str, str]) -> tuple[str, str] | None:
         beyond = [number for number in given[within].split(",") if number.isdigit() and int(number) >= left]
         if beyond:
             asked = (
-                f"ROCR leaves {left} device(s), counted from 0; {within[:4].strip('_')} asks for {beyond[0]}"
+                f"ROCR leaves {left} device(s), counted from 0; {within.split('_')[0]} asks for {beyond[0]}"
             )
             return f"{told}: {asked}", f"unset {first} and keep {within}"
     if second in given and cuda in given and given[second] != given[cuda]:

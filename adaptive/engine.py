@@ -159,7 +159,7 @@ class Engine(Agreement):
 
     def local_parameters(self) -> list[torch.nn.Parameter]:
         """Trainable parameters as a pass sees them: hooks on them get this process's gradient, unreduced."""
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return [p for p in self.parameters if p.requires_grad]
 
     def seed(self, step: int, same_everywhere: bool = False) -> None:
         """Dropout and every other draw inside a step: a function of (seed, rank, step), so nothing need be
@@ -329,9 +329,11 @@ class Engine(Agreement):
     def _reduce(self, starved: bool) -> bool:
         if self.world_size == 1:
             return not starved
-        if self.device.type != "cpu" and self.sum_integers([starved])[0]:
-            return False  # told apart, as a device that ran out has no room for the buffers below
-        return _average([p for p in self.parameters if p.requires_grad], self.world_size, starved)
+        if self.device.type != "cpu":  # told apart: a device that ran out has no room for the buffers below
+            if self.sum_integers([starved])[0]:
+                return False
+            starved = None
+        return _average(self.local_parameters(), self.world_size, starved)
 
     def stop_all(self, line: str) -> BadSetting:
         """Leave word for the other ranks, which wait in a collective, and give them time to read it."""
@@ -703,14 +705,14 @@ def weights_drawn_whole() -> Iterator[None]:
         set_hf_deepspeed_config(plugin.dschf)
 
 
-def _average(parameters: list[torch.nn.Parameter], world_size: int, starved: bool) -> bool:
+def _average(parameters: list[torch.nn.Parameter], world_size: int, starved: bool | None) -> bool:
     """Mean of the gradients over ranks, as DDP's own. A parameter that no rank used keeps none.
 
-    False, after the first bucket, where some rank is `starved`, has no whole gradient.
+    False, after the first bucket, where some rank is `starved`, has no whole gradient; None: none is.
     """
     used = [p.grad is not None for p in parameters]
     first = parameters[0]
-    told = torch.tensor([starved, *used], dtype=first.dtype, device=first.device)
+    told = torch.tensor([bool(starved), *used], dtype=first.dtype, device=first.device)
     for number, bucket in enumerate(_buckets(parameters)):
         for parameter in bucket:
             if parameter.grad is None:
@@ -720,7 +722,7 @@ def _average(parameters: list[torch.nn.Parameter], world_size: int, starved: boo
         flat /= world_size
         dist.all_reduce(flat)
         torch._foreach_copy_(tensors, list(torch._utils._unflatten_dense_tensors(flat, tensors)))
-        if not number and told[0] > 0:
+        if not number and starved is not None and told[0] > 0:
             return False
     if not all(used):
         for parameter, share in zip(parameters, told[1:].tolist(), strict=True):

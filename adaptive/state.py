@@ -47,8 +47,8 @@ class RunState:
     bad_samples: int = 0  # consumed but not read, with --on_bad_sample skip
     invalid: int = 0  # measurements that gave no estimate
     micro_batch_size: int | None = None  # most rows of a pass that memory allowed, None: the setting's
-    regrow_at: float | None = None  # when it is doubled, in the unit of --micro_batch_regrow:
-    regrow_unit: str = "step"
+    regrow_at: float | None = None  # when it is doubled, in `regrow_unit`
+    regrow_unit: str = "step"  # that of --micro_batch_regrow when it was noted
     evaluated_at: int = 0  # step of the last evaluation
     evaluation_owed: bool = False  # one was due and a signal came first
     best_eval_loss: float | None = None

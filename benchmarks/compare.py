@@ -32,11 +32,14 @@ RATE = 3e-3
 ends: list[float] = []  # of each step, this process's clock
 
 
-def what() -> list[str]:
-    """Model and length: on a GPU a small model would measure how fast kernels are started."""
+def what() -> tuple[str, int]:
+    """Model and tokens of a row: on a GPU a small model would measure how fast kernels are started."""
     import torch
 
-    model, tokens = ("llama-125m", 1024) if torch.cuda.is_available() else ("llama-tiny", 128)
+    return ("llama-125m", 1024) if torch.cuda.is_available() else ("llama-tiny", 128)
+
+
+def flags_of(model: str, tokens: int) -> list[str]:
     return [f"--model_name_or_path={model}", f"--sequence_length={tokens}"]
 
 
@@ -64,7 +67,7 @@ def template() -> None:
     }  # fmt: skip
     # An empty validation set: the run would else evaluate once at its end.
     train.tell_evaluation = lambda *arguments: True
-    train.main(parse([*what(), *(f"--{name}={value}" for name, value in flags.items())]))
+    train.main(parse([*flags_of(*what()), *(f"--{name}={value}" for name, value in flags.items())]))
 
 
 def material() -> tuple:
@@ -73,7 +76,7 @@ def material() -> tuple:
     from adaptive.data import load
     from adaptive.tasks import load_task
 
-    config, task = parse(["--output_dir", "unused", *what()]), load_task("causal_lm")
+    config, task = parse(["--output_dir", "unused", *flags_of(*what())]), load_task("causal_lm")
     rows = load(task, config).train["train"].with_format("torch")
     return task.model(config), rows.select(range(len(rows) - 1))  # the last row is shorter
 
@@ -167,8 +170,7 @@ def contend(name: str, started: float) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated() / 2**20
-    tokens = int(what()[1].split("=")[1])
-    speed = ROWS * tokens * (STEPS - WARM) / (ends[-1] - ends[WARM - 1])
+    speed = ROWS * what()[1] * (STEPS - WARM) / (ends[-1] - ends[WARM - 1])
     print(json.dumps({"tokens/s": speed, "start-up, s": born + ends[0] - started, "memory, MiB": peak}))
 
 
@@ -189,7 +191,8 @@ def main() -> None:
 
 def show(found: dict[str, list[dict]], threads: str) -> None:
     """One line for each contender."""
-    print(f"{ROWS} samples a step, {' '.join(what())}, {threads} thread(s), medians of {ROUNDS}")
+    model, tokens = what()
+    print(f"{model}, {ROWS} samples of {tokens} tokens, {threads} thread(s), medians of {ROUNDS}")
     print(f"{'':22}{'tokens/s':>12}{'of train.py':>13}{'start-up, s':>13}{'memory, MiB':>13}")
     ours = found["train.py"]
     for name, runs in found.items():

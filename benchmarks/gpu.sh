@@ -30,10 +30,12 @@ for layout in ddp zero1 zero2 zero3 fsdp2; do
     part "$layout" "${launch[@]}" benchmarks/gpu.py "$folder" "$layout"
 done
 part plain_loop env BLOCKS=16 python benchmarks/plain_loop.py
-# transformers.Trainer would spread one process over all devices that it sees
-first="${CUDA_VISIBLE_DEVICES:-0}" hip="${HIP_VISIBLE_DEVICES:-0}"
-part compare env ROUNDS=1 CUDA_VISIBLE_DEVICES="${first%%,*}" HIP_VISIBLE_DEVICES="${hip%%,*}" \
-    python benchmarks/compare.py
+one=() # transformers.Trainer would spread one process over all devices that it sees
+for name in CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES; do
+    [ -n "${!name:-}" ] && one+=("$name=${!name%%,*}")
+done
+[ "${#one[@]}" = 0 ] && one=(CUDA_VISIBLE_DEVICES=0)
+part compare env ROUNDS=1 "${one[@]}" python benchmarks/compare.py
 python benchmarks/gpu.py "$folder"
 status=$? # not 0 where something is missed
 echo "output of each part: $folder"

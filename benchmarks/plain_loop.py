@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import statistics
 
+import compare
 import interleave
 import torch
 from accelerate import Accelerator
@@ -28,9 +29,9 @@ from adaptive.data import load
 from adaptive.optim import build_optimizer
 from adaptive.tasks import load_task
 
-GPU = torch.cuda.is_available()  # where small models would measure how fast kernels are started
-MODEL, ROWS, TOKENS = ("llama-125m", 16, 1024) if GPU else ("llama-tiny", 16, 128)  # per process and step
-WHAT = ["--model_name_or_path", MODEL, "--sequence_length", str(TOKENS)]
+ROWS = 16  # per process and step
+MODEL, TOKENS = compare.what()
+WHAT = compare.flags_of(MODEL, TOKENS)
 N_BLOCKS, BLOCK_STEPS = int(os.environ.get("BLOCKS", "80")), 5  # short: a change of clock falls on both
 
 

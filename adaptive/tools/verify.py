@@ -104,7 +104,8 @@ def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
         after = carry + target - n
         fits = 0 <= after < len(n_rows) and abs(float(after) - record["carry"]) <= 1e-9
         if drawn:
-            parts = [exact(size) for size in _by_source(record, "target_batch_size", n_rows)]
+            several = len(n_rows) > 1
+            parts = [exact(record[f"target_batch_size/{s}"]) for s in n_rows] if several else [target]
             fits = sum(g // 1 for g in parts) <= n <= sum(-(-g // 1) for g in parts)
         cut = n < (carry + target) // 1 and record["carry"] == 0 and _may_cut(run, record, n_rows)
         if not (fits or cut):
@@ -118,11 +119,6 @@ def sizes(run: Run, task: Any, n_rows: dict[str, int]) -> Iterator[str]:
         again.learn(record)
     yield f"{len(run.train):,} sizes run follow from the sizes asked for, to the sample"
     yield again.said
-
-
-def _by_source(record: dict[str, Any], field: str, n_rows: dict[str, int]) -> list[float]:
-    """A field of each source; of the only one it has no name."""
-    return [record[field]] if len(n_rows) == 1 else [record[f"{field}/{source}"] for source in n_rows]
 
 
 def _taken(record: dict[str, Any]) -> int:
