@@ -293,6 +293,20 @@ def test_auto_finds_what_fits(undisturbed, tmp_path, limit, expected):
     assert float(weights["passes"]) == sum(r["passes"] for r in lines)
 
 
+@pytest.mark.parametrize(("device", "repeats", "ends"), [
+    ("cuda", True, False), ("cuda", False, True), ("cpu", True, True),
+])  # fmt: skip
+def test_sizes_are_tried_where_running_out_ends_nothing(monkeypatch, device, repeats, ends):
+    """Stages 2 and 3 cannot run a step again, and stop. Mutation: every size tried on a GPU, whatever engine."""
+    asked = []
+    monkeypatch.setattr("adaptive.memory.find", lambda most, taken, free, kills: asked.append(kills) or 3)
+    made = MicroBatch.__new__(MicroBatch)
+    made.engine = SimpleNamespace(
+        device=torch.device(device), repeats=repeats, maximum=list, free_bytes=lambda: 100
+    )
+    assert made._find(None, None, 8) == 3 and asked == [ends]
+
+
 def test_auto_on_a_cpu_follows_the_memory_there_is(monkeypatch):
     """Free memory twice as large: about twice the rows; no pass of more than 4 rows is tried.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from launching import records
 from test_gradient import QUIET, Tiny, alone, reset  # noqa: F401 (a fixture)
 
 import train
+from adaptive import signals
 from adaptive.config import BadSetting, parse
 from adaptive.engine import Engine
 from adaptive.noise_scale import PassNorms
@@ -155,3 +157,11 @@ def test_no_measurement_is_counted_by_a_decision_that_is_no_step(tmp_path):
     reset()
     state = train.main(parse([*flags, "--output_dir", str(tmp_path)]))
     assert state.invalid == state.step - 1 > 1
+
+
+def test_losses_are_summed_in_fp64():
+    """2^24 and three times 1 in fp32, in which their sum is 2^24. Mutation: summed before they are cast."""
+    losses = [torch.tensor([2.0**24, 1.0]), torch.tensor([1.0, 1.0])]
+    own = SimpleNamespace(counts={"train": 4}, items=[1] * 4)
+    _, (total,) = signals._source_sums(own, losses, by_tokens=True)
+    assert float(total) == 2**24 + 3
