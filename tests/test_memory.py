@@ -297,7 +297,7 @@ def test_auto_finds_what_fits(undisturbed, tmp_path, limit, expected):
     ("cuda", True, False), ("cuda", False, True), ("cpu", True, True),
 ])  # fmt: skip
 def test_sizes_are_tried_where_running_out_ends_nothing(monkeypatch, device, repeats, ends):
-    """Stages 2 and 3 cannot run a step again, and stop. Mutation: every size tried on a GPU, whatever engine."""
+    """Stages 2 and 3 cannot run a step again. Mutation: every size tried on a GPU, whatever the engine."""
     asked = []
     monkeypatch.setattr("adaptive.memory.find", lambda most, taken, free, kills: asked.append(kills) or 3)
     made = MicroBatch.__new__(MicroBatch)
